@@ -185,3 +185,26 @@ def test_compiled_it_is_one_graph_with_the_same_gradients() -> None:
 )  # fmt: skip
 def test_what_does_not_fit_is_refused(call: Any, text: str) -> None:
     refused(text, call)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("packed", [False, True], ids=["batch", "documents"])
+@pytest.mark.parametrize("case", ["NSA", "MoBA"])
+def test_on_a_gpu_in_bf16_it_is_the_layer_in_float64(case: str, packed: bool) -> None:
+    torch.manual_seed(0)
+    layer: Any = MoBA(256, 4, sk.policies.MoBAGate(topk=3, block=128), dtype=torch.bfloat16, device="cpu")
+    if case == "NSA":
+        made = {"window": 100, "kv_heads": 2, "dtype": torch.bfloat16, "device": "cpu"}
+        layer = NativeSparseAttention(256, 4, sk.policies.NSA(topk=8), **made)
+    x = torch.randn(1000, 256).bfloat16() if packed else torch.randn(2, 1000, 256).bfloat16()
+    options = {"cu_seqlens": torch.tensor([0, 300, 300, 1000])} if packed else {}
+    found = []
+    for each, given in ((copy.deepcopy(layer).cuda(), x.cuda()), (layer.double(), x.double())):
+        given = given.requires_grad_()
+        y = each(given, **options)
+        found.append([part.double().cpu() for part in (y, *torch.autograd.grad(y.square().sum(), given))])
+    for got, want in zip(*found, strict=True):
+        far = (got - want).norm(dim=-1) / want.norm(dim=-1)
+        # A block whose score is near another's may be chosen in its place.
+        assert far.median() < 0.02
+        assert (far < 0.1).double().mean() > 0.95
