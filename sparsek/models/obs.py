@@ -104,11 +104,12 @@ def choose_columns(w: Tensor, h: Tensor, count: int, side: int = 1) -> Tensor:
     left = len(h) - count
     while left > 0:
         each = min(left, max(1, len(h) // COLUMN_STEPS))
-        costs = (w.square().sum(0) / inv.diagonal()).masked_fill(~stored, torch.inf)
+        costs = w.square().sum(0) / inv.diagonal().clamp(min=torch.finfo(inv.dtype).tiny)
+        costs = costs.masked_fill_(~stored, torch.inf)
         gone = costs.topk(each, largest=False, sorted=False).indices
         change = torch.linalg.solve(inv[gone][:, gone], inv[gone])
-        w -= w[:, gone] @ change
-        inv -= inv[:, gone] @ change
+        w.addmm_(w[:, gone], change, alpha=-1)
+        inv.addmm_(inv[:, gone], change, alpha=-1)
         # Exactly 0, as in `_costs`; the 1 keeps the price of a dropped column finite.
         w[:, gone], inv[gone], inv[:, gone] = 0, 0, 0
         inv[gone, gone] = 1
