@@ -20,6 +20,7 @@ import torch
 
 from sparsek.core import arguments, dtypes
 from sparsek.core.errors import InvalidInput
+from sparsek.nn.replace import is_packed
 from sparsek.nn.sparse import SparseLinear
 
 # Its classes have no types for options but their own.
@@ -127,6 +128,7 @@ def _with_sparse_ones(plain: Any) -> Any:
                 for name, each in model.named_modules()
                 if isinstance(each, SparseLinear)
                 and each is not head
+                and not is_packed(model, name)  # as peft does with dense ones
                 and not any(name.startswith(f"{of}.") for of in tuned)
             }
         return found

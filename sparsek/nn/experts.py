@@ -186,6 +186,11 @@ class SparseExperts(Fitted):
         """Whether a module is packed experts with a sparse weight."""
         return any(isinstance(module._modules.get(name), SparseLinear) for name in packed_names(module))
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        if isinstance(value, nn.Module) and name in packed_names(self):
+            _check_weight(self, name, value)
+        super().__setattr__(name, value)
+
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Return the weighted sum of what the experts of each token compute.
 
@@ -247,10 +252,14 @@ class SparseExperts(Fitted):
 
 def _weight(experts: Any, name: str) -> Any:
     """A sparse layer, or a Parameter."""
-    found = experts._modules.get(name, experts._parameters.get(name))
+    return _check_weight(experts, name, experts._modules.get(name, experts._parameters.get(name)))
+
+
+def _check_weight(experts: Any, name: str, found: Any) -> Any:
     if not isinstance(found, SparseLinear | Tensor):
         raise InvalidInput(
-            f"{name} of {type(experts).__name__} is a {type(found).__name__}; packed experts take no adapter there"
+            f"{name} of {type(experts).__name__} would be a {type(found).__name__}, and packed experts take no adapter "
+            "there: leave it out, for example of LoRA's target_modules, or call sk.densify_ and use target_parameters"
         )
     return found
 

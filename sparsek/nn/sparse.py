@@ -444,6 +444,14 @@ class SparseLinear(IndexedLayer):
         if self.bias is not None:
             draw(self.bias, rows.to(self.bias.dtype), generator)
 
+    def __delattr__(self, name: str) -> None:
+        if name == "values" and name in self._parameters:  # as parametrize does, which then fails at its name
+            raise InvalidInput(
+                'the stored values of a sparse layer stay: torch parametrizes no tensor of the name "values". '
+                "Parametrize the dense layer and remove that before it becomes sparse, or use torch.nn.utils.prune"
+            )
+        super().__delattr__(name)
+
     def extra_repr(self) -> str:
         """Return the sizes, the storage and the activation, for `repr`."""
         words = [f"in_features={self.in_features}", f"out_features={self.out_features}"]

@@ -31,6 +31,14 @@ def sparse(config: Any = HALF) -> Any:
     return model
 
 
+def experts() -> Any:
+    model = lib.MixtralForCausalLM(
+        lib.MixtralConfig(**SMALL, num_key_value_heads=4, num_local_experts=3)
+    ).eval()
+    sk.sparsify_(model, HALF)
+    return model
+
+
 def run(model: Any) -> torch.Tensor:
     with torch.no_grad():
         return model(input_ids=WORDS).logits
@@ -79,3 +87,20 @@ def test_a_fused_activation_is_refused() -> None:
     model.model.layers[0].mlp.up_proj.activation = "relu"
     with pytest.raises(InvalidInput, match="set its activation to None"):
         peft.get_peft_model(model, peft.LoraConfig(target_modules=["up_proj"]))
+
+
+@pytest.mark.filterwarnings("ignore:The following .*_pattern keys:RuntimeWarning")  # of peft, for Mixtral
+def test_all_linear_leaves_packed_experts_out_as_dense_ones() -> None:
+    model = experts()
+    tuned = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules="all-linear"))
+    tuned(input_ids=WORDS).logits.sum().backward()
+    names = {
+        name
+        for name, each in tuned.named_modules()
+        if isinstance(each, sparsek.integrations.peft.LoraSparseLinear)
+    }
+    assert len(names) == 8
+    assert not any("experts" in name for name in names)
+    model = experts()
+    with pytest.raises(InvalidInput, match="packed experts take no adapter"):
+        peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["down_proj"]))

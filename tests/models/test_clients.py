@@ -66,6 +66,7 @@ class Twice(nn.Module):
 
 WEIGHTS: dict[str, Callable[[Any], Any]] = {
     "parametrize": lambda layer: parametrize.register_parametrization(layer, "weight", Twice()),
+    "parametrize values": lambda layer: parametrize.register_parametrization(layer, "values", Twice()),
     "parametrizations.weight_norm": parametrizations.weight_norm,
     "parametrizations.spectral_norm": parametrizations.spectral_norm,
     "weight_norm": nn.utils.weight_norm,
@@ -153,10 +154,26 @@ def test_readers_of_plain_tensors_find_none_that_fits(form: Any, tmp_path: Path)
     }
 
 
-def test_flop_counters_do_not_count_sparse_products() -> None:
+@each_form
+def test_flop_counters_count_stored_values(form: Any) -> None:
+    importlib.import_module("sparsek.integrations.flop_counter")
     with FlopCounterMode(display=False) as counter:
-        sparse()(X)
-    assert counter.get_total_flops() == 2 * 4 * 64 * 8  # of the dense layer alone
+        sparse(form)(X)
+    of_layer = 2 * 4 * 64 * 128
+    assert counter.get_total_flops() == of_layer + 2 * 4 * 64 * 8  # two layers by half
+    model = sparse(FORMS[0])[:1]
+    with FlopCounterMode(display=False) as counter:
+        model(X.clone().requires_grad_()).sum().backward()
+    assert counter.get_total_flops() == 3 * of_layer / 2
+    counts = counter.get_flop_counts()["Global"]
+    assert {str(op): n for op, n in counts.items()} == {
+        "sparsek.spmm": of_layer,
+        "sparsek.sddmm": of_layer / 2,
+    }
+    a = sk.random_bsr(64, 64, block=16, density=0.25)
+    with FlopCounterMode(display=False) as counter:
+        sk.mlp(X, a, a)
+    assert counter.get_total_flops() == 2 * 2 * a.values.numel() * len(X)
 
 
 def test_styles_of_tensor_parallelism_refuse() -> None:

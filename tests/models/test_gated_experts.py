@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import sparsek as sk
+from sparsek.core.errors import InvalidInput
 from sparsek.files.tensor_file import opened
 from sparsek.models.auto import NO_EXPERTS
 from sparsek.nn import gated as fused
@@ -492,6 +493,17 @@ def test_experts_pruned_after_a_kill_have_the_same_bytes(
     assert [row.error_after for row in again.rows] == [row.error_after for row in report.rows]
     assert len(report.replaced) == 4
     assert all(row.speed is not None for row in report.replaced)
+
+
+def test_packed_experts_take_no_adapter() -> None:
+    """As peft puts one there, in the place of a layer."""
+    torch.manual_seed(0)
+    model: Any = mixtral()
+    sk.sparsify_(model, {"*experts.*": HALF})
+    experts, right = model.model.layers[0].mlp.experts, model(WORDS).logits
+    with pytest.raises(InvalidInput, match="would be a Sequential, and packed experts take no adapter"):
+        experts.down_proj = nn.Sequential(experts.down_proj)
+    assert torch.equal(model(WORDS).logits, right)
 
 
 def test_auto_picks_nothing_for_packed_experts() -> None:
