@@ -74,7 +74,7 @@ BAD_OPERANDS: dict[str, tuple[Callable[..., Any], str]] = {
     "no dim of v": (change(V, lambda v: v[..., :0]), "v has head dim 0; it must be at least 1"),
     "mask": (
         lambda q, k, v: sk.attention(q, k, v, "causal"),  # type: ignore[call-overload]
-        "mask is a builtins.str; it must be a sparsek BlockMask, a MaskPolicy, a bool tensor, a FlexAttention",
+        "mask is a builtins.str; it must be a sparsek BlockMask, a MaskPolicy, TokenLists, a bool tensor, a Flex",
     ),
     "mask function": (
         lambda q, k, v: sk.attention(q, k, v, lambda b, h, q, k: q >= k),  # type: ignore[call-overload]

@@ -76,7 +76,7 @@ def test_a_policy_made_in_the_graph_keeps_its_options(name: str):
         "Streaming": lambda: P.Streaming(window=64, sinks=0),
         "NSA": lambda: P.NSA(topk=3, block=32, always=(0, 1), stride=8),
         "MaskPolicy": lambda: sk.MaskPolicy(topk=3, window=70),
-        "window": lambda: sk.MaskPolicy(window=64, sinks=2, stride=128, block=64),
+        "window": lambda: sk.MaskPolicy(window=64, stride=128, block=64),
     }[name]
     assert graphs(lambda q, k, v: sk.attention(q, k, v, made()), qkv) == 1
 
