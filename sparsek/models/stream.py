@@ -408,7 +408,7 @@ def _recorded(
         pass
     except NoSequence:
         return None
-    except InvalidInput:  # of what follows the blocks, which gets no outputs of theirs
+    except Exception:  # of what follows the blocks, which gets no outputs of theirs
         if not onward or len(made.calls) < len(blocks):
             raise
     finally:

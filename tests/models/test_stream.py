@@ -114,6 +114,23 @@ def test_a_stream_gives_each_block_what_the_model_gives_it(on_disk: bool, tmp_pa
     assert not list(tmp_path.iterdir())
 
 
+class Strict(Model):
+    """It raises after its blocks if these gave it no outputs of theirs."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        assert not any("forward" in vars(block) for block in self.blocks)
+        return y
+
+
+def test_what_follows_the_blocks_may_raise_while_they_are_recorded() -> None:
+    model = Strict()
+    (stack,) = stream.stacks_of(model)
+    with torch.no_grad():
+        assert stream.record(model, stack, ((torch.randn(3, 8),), {}), 0) is not None
+    assert not any("forward" in vars(block) for block in model.blocks)
+
+
 class Mixed(nn.Module):
     def __init__(self) -> None:
         super().__init__()
