@@ -106,7 +106,8 @@ class PortableKernel:
         """Reasons why `p` cannot run here."""
         why = why_not(p)
         if not why and not any(True for _ in self.configs(p)):
-            why.append(f"no tile fits into {p.card.smem_bytes} bytes of shared memory")
+            blocks = f"blocks of {p.block[0]}x{p.block[1]}"
+            why.append(f"no tile divides {blocks} and fits into {p.card.smem_bytes} bytes of shared memory")
         if not why and max(self.programs(p, self.default(p))) > self.most:
             why.append(f"more than {self.most} tiles of {self.tiled}")
         return why

@@ -5,14 +5,19 @@ from itertools import product
 from typing import Any
 
 import pytest
+import torch
 
+from sparsek.attn.plan.kernels import AttentionCall, AttentionGradCall
 from sparsek.attn.plan.problems import AttentionProblem
 
 pytest.importorskip("triton")
 
+from sparsek.attn.kernels.forward import packed_rows
 from sparsek.attn.kernels.forward import portable_fwd as portable
+from sparsek.engine.launch.recorder import recording
 from tests.attn.kernels.forward.portable_fwd_code import chained, compiled, merged
 from tests.attn.kernels.forward.problems import BLOCKS, attention_problem, hold_predictions, hold_refusals
+from tests.attn.mask.members import drawn
 from tests.engine.launch import newest
 from tests.engine.launch.covering import once
 from tests.engine.launch.portable_code import Code
@@ -139,3 +144,39 @@ def test_notes_say_what_is_padded() -> None:
 def test_config_sides_that_are_no_power_of_two_are_refused() -> None:
     with pytest.raises(ValueError, match="tile_n of portable"):
         portable.Config(64, 48, 4, 3)
+
+
+def test_packed_rows_are_copied_by_launches_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Recorded calls contain no other operators than allocations and views."""
+    launches: list[tuple[Any, Any]] = []
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda at: 0, raising=False)
+    monkeypatch.setattr(packed_rows, "copy", lambda *given: launches.append(given))
+    mask = drawn(37, 150, (16, 64), window=3).mask
+    q, lse = torch.zeros(2, 8, 37, 64), torch.zeros(2, 8, 37)
+    seen: list[Any] = []
+
+    class Inner:
+        name = "inner"
+
+        def prepare(self, *given: Any) -> Any:
+            return seen.extend(given)
+
+        def launch(self, c: Any, work: Any, call: Any) -> None:
+            seen.append(call)
+
+    more = {"q_heads": 8, "kv_heads": 1, "mask_heads": 1, "block": (16, 64), "members": 1}
+    p = problem("sm_90", 64, length=37, **more)
+    kernel, key = packed_rows.PackedRows(Inner()), torch.zeros(2, 1, 150, 64)
+    calls = (
+        AttentionCall(q, key, key, mask, 1.0, q, lse),
+        AttentionGradCall(q, key, key, mask, 1.0, q, lse, q, None, q, key, key),
+    )
+    with recording([q, lse, key]) as recorder:
+        for call in calls:
+            kernel.launch(None, kernel.prepare(p, None, mask), call)
+    assert recorder.reason == ""
+    for packed in (each for each in seen if hasattr(each, "scores")):
+        assert packed.q.shape == (2, 1, 37 * 8, 64)
+        assert packed.mask.block == (128, 64)
+        assert packed.mask.lo.shape == (1, 37 * 8)
+    assert len(launches) == 2 + 3 + 2 + 5
