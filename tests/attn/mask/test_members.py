@@ -144,10 +144,13 @@ def test_attention_and_its_gradients_are_those_of_the_definition(heads: int, ker
 def test_plans_name_the_rule_and_the_packed_heads() -> None:
     mask = drawn(37, 150, (16, 64), window=3).mask
     q, k = torch.zeros(1, 8, 37, 64, dtype=torch.bfloat16), torch.zeros(1, 1, 150, 64, dtype=torch.bfloat16)
-    for plan, kernel in ((sk.plan_attention, "fwd"), (sk.plan_attention_backward, "bwd")):
+    for plan, kernel, size in (
+        (sk.plan_attention, "fwd", "0.07578"),
+        (sk.plan_attention_backward, "bwd", "0.1516"),
+    ):
         text = plan(q, k, k, mask, device="h200", kernel=f"portable.attention_{kernel}").explain()
         assert "partial by members" in text
-        assert "8 heads of a token are rows of one tile" in text
+        assert f"8 heads of a token are rows of one tile: q and results are copied, {size} MB a call" in text
     p = sk.plan_attention(q, k, k, mask).problem
     assert (p.members, p.member_ends, p.pack) == (1, True, 8)
     assert (p.packed.members, p.packed.block, p.packed.q_heads, p.packed.q_len) == (8, (128, 64), 1, 37 * 8)

@@ -71,15 +71,17 @@ class PackedRows:
         seconds = self.kernel.seconds(p.packed, c)
         if p.pack == 1:
             return seconds
-        call, widths = (AttentionCall, 1) if p.op == "attention" else (AttentionGradCall, 2)
-        moved = 2 * widths * p.batch * p.q_heads * p.q_len * (p.dim + p.v_dim) * dtypes.itemsize(p.dtype)
+        call = AttentionCall if p.op == "attention" else AttentionGradCall
         launches = len(READ[call]) + len(WRITTEN[call])
-        return seconds + launches * p.card.launch_seconds + moved / (0.8 * p.card.bandwidth)
+        return seconds + launches * p.card.launch_seconds + 2 * copied_bytes(p) / (0.8 * p.card.bandwidth)
 
     def notes(self, p: AttentionProblem, c: Any) -> list[str]:
         """Those of the kernel, and how many heads are packed."""
         own = getattr(self.kernel, "notes", None)
-        packed = [f"{p.pack} heads of a token are rows of one tile: q and results are copied"]
+        size = copied_bytes(p) / 1e6
+        packed = [
+            f"{p.pack} heads of a token are rows of one tile: q and results are copied, {size:.4g} MB a call"
+        ]
         return (packed if p.pack > 1 else []) + (own(p.packed, c) if own else [])
 
     def prepare(self, p: AttentionProblem, c: Any, mask: BlockMask) -> Any:
@@ -106,6 +108,12 @@ class PackedRows:
             tokens = of_tokens(x, rows)
             copy(packed.view(tokens.shape), tokens)
         return None
+
+
+def copied_bytes(p: AttentionProblem) -> int:
+    """Of the packed copies of a call: q and out, and their gradients in a backward pass."""
+    rows = (1 if p.op == "attention" else 2) * p.batch * p.q_heads * p.q_len
+    return rows * (p.dim + p.v_dim) * dtypes.itemsize(p.dtype)
 
 
 def packed_mask(mask: BlockMask, pack: int) -> BlockMask:
