@@ -25,8 +25,7 @@ from sparsek.attn.mask.lists import Members
 def named(c: Any) -> str:
     """The rules that a config is compiled for; without any only the end of the keys."""
     found = c.true_names("interval", "bits")
-    if getattr(c, "members", 0):
-        found.append(f"members of {c.members}" + " and ends" * c.member_ends)
+    found += [f"members of {c.members}"] * bool(c.members) + ["ends without a bit"] * c.member_ends
     return "rules " + ("+".join(found) or "ends")
 
 

@@ -25,6 +25,10 @@ WORD = tl.constexpr(32)  # bits
 JOINED = tl.constexpr(6)  # the field of a record that is its row in the joined lists
 _NONE = tl.constexpr(2**31 - 1)
 _NUMBERS = ("p_size", "f_size", "list_rows", "longest", "room", "tiles")
+_POINTERS = (
+    "records", "count", "p_starts", "p_counts", "partial", "f_starts", "f_counts", "full", "starts", "counts",
+    "whole_starts", "whole_counts", "blocks", "words",
+)  # fmt: skip
 
 
 @triton.jit
@@ -33,10 +37,7 @@ def _either(block, word, next_block, next_word):
     return next_block, next_word | tl.where(block == next_block, word, 0)
 
 
-@triton.jit(
-    do_not_specialize=_NUMBERS,
-    do_not_specialize_on_alignment=("p_starts", "p_counts", "partial", "f_starts", "f_counts", "full"),
-)
+@triton.jit(do_not_specialize=_NUMBERS, do_not_specialize_on_alignment=_POINTERS)
 def _join(
     records, count, p_starts, p_counts, partial, f_starts, f_counts, full, starts, counts, whole_starts, whole_counts,
     blocks, words, p_size, f_size, list_rows, longest, room, tiles,
