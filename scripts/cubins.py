@@ -73,6 +73,7 @@ def calls() -> Iterator[tuple[str, Callable[[], Any]]]:
         yield f"2:4 {dtype}", lambda d=dtype: two_four(d)
         for heads, size in ((8, 128), (8, 64)):
             yield f"attention {size} {dtype}", lambda d=dtype, h=heads, s=size: attention(d, h, s)
+        yield f"blocks of tokens {dtype}", lambda d=dtype: blocks_of_tokens(d)
     yield "FP8", fp8
     yield "masks", masks
     yield "policies", policies
@@ -132,6 +133,16 @@ def attention(dtype: torch.dtype, heads: int, size: int) -> None:
         for mask in masks:
             sk.attention(q.detach(), k.detach(), v.detach(), mask)
             sk.attention(q, k, v, mask).backward(normal(1, heads, length, size, dtype=dtype))
+
+
+def blocks_of_tokens(dtype: torch.dtype) -> None:
+    """Both passes over blocks of each token, of 64 heads that share 4."""
+    q, grad = (normal(1, 64, 512, 128, dtype=dtype, grad=each) for each in (True, False))
+    k, v = (normal(1, 4, 512, 128, dtype=dtype, grad=True) for _ in range(2))
+    for block in (128, 64):
+        lists = sk.TokenLists(torch.zeros(1, 4, 512, 16, dtype=torch.int32), block)
+        sk.attention(q.detach(), k.detach(), v.detach(), lists)
+        sk.attention(q, k, v, lists).backward(grad)
 
 
 def masks() -> None:
