@@ -26,8 +26,10 @@ from transformers.masking_utils import (
 from transformers.modeling_utils import AttentionInterface
 
 from sparsek.attn.mask.cache import ByTensor
+from sparsek.attn.mask.convert.argument import MaskLike
 from sparsek.attn.mask.operands import check_tensors
 from sparsek.attn.mask.rule import ResolvedRule
+from sparsek.attn.mask.token_lists import TokenLists
 from sparsek.attn.ops.attention import attention
 from sparsek.core import arguments
 from sparsek.core.arguments import INT32_MAX
@@ -66,7 +68,7 @@ REFUSED = {
 }
 SIZES = ("batch_size", "q_length", "kv_length", "kv_offset")
 # Options with which a layer needs more than softmax over the keys of its mask.
-CHANGES = frozenset((*REFUSED, "softcap", "s_aux", "cache", "cu_seq_lens_q"))
+CHANGES = frozenset((*REFUSED, "softcap", "s_aux", "cache", "cu_seq_lens_q", "block_indices"))
 
 
 def sparsek_mask(
@@ -270,6 +272,8 @@ def sparsek_attention(
         **options: Further options of transformers. `softcap` caps scores, `s_aux` [Hq] are learned sinks. With `cache`,
             the paged cache of continuous batching, query, key and value are the new tokens of all requests, B is 1,
             and lengths are in `cu_seq_lens_q` and `cu_seq_lens_k`; the mask is not read, every request is causal.
+            `block_indices` [B, Hkv, S, n], of MiniMax-M3, are the blocks of `indexer.block_size` keys that each query
+            sees, -1 for none; beside masks other than causality and padding at the end they cost O(S^2).
 
     Raises:
         InvalidInput: For dropout, for options that change scores otherwise, such as biases, and for a policy whose
@@ -296,6 +300,11 @@ def sparsek_attention(
             raise InvalidInput(f'attn_implementation="{NAME}" does not have {what}; "eager" does')
     settings = {"scale": scaling, **_scores(options)}
     if options.get("cache") is not None:
+        if options.get("block_indices") is not None:
+            raise InvalidInput(
+                f'attn_implementation="{NAME}" does not take block_indices in continuous batching; "sdpa" does, or '
+                "call generate() for each batch"
+            )
         cache = options.pop("cache")
         return paged(module, query, key, value, cache, options, settings), None
     mask = _model_mask(module, query, key, attention_mask, is_causal, options)
@@ -308,13 +317,35 @@ def sparsek_attention(
     if joined and not torch.compiler.is_compiling():
         RESTARTS.look(getattr(module, "config", module), options.get("position_ids"), query.shape[2])
     choice = mask.choice
-    if choice is None:
+    if options.get("block_indices") is not None:
+        seen = _selected(module, mask, options["block_indices"], key)
+    elif choice is None:
         seen = mask.visible.mask_for(query, key)
     else:
         key, value = (x[:, :, : choice.kv_len] for x in (key, value))
         seen = choice.mask_for(query, key, scaling)
     out = attention(query, key, value, seen, **settings)
     return out.transpose(1, 2).contiguous(), None
+
+
+def _selected(module: torch.nn.Module, mask: ModelMask, indices: Any, key: Tensor) -> MaskLike:
+    """The keys that both the blocks of each query and the model's mask admit: lists, where that is causality alone,
+    or every pair. Blocks count from the first key, as the model's indexer does.
+    """
+    block = getattr(getattr(module, "indexer", None), "block_size", None)
+    if block is None:
+        block = getattr(getattr(module, "config", None), "index_block_size", None)
+    if block is None:
+        raise InvalidInput(
+            f"block_indices are given, but {type(module).__name__} has no indexer.block_size and its config no "
+            "index_block_size: set one, the keys of a block"
+        )
+    lists = TokenLists(indices, block, causal=mask.causal)
+    if isinstance(mask, StepMask) and mask.span is None:
+        return lists if mask.seen is None else lists.to_dense(key.shape[2]) & mask.seen
+    if mask.choice is not None or mask.visible.always is not None:
+        raise InvalidInput("the model chooses blocks (block_indices), and config.sparsek does: leave one out")
+    return lists if mask.causal else lists.to_dense(key.shape[2]) & mask.visible.within.to_dense()
 
 
 def _every_key(

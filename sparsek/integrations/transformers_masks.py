@@ -83,6 +83,7 @@ class ModelMask:
             a function that makes it.
         misfit: Why the policy does not go with these layers.
         padded: Whether it may hide padding.
+        causal: Whether every query of a token sees exactly the keys up to its own, the last query at the last key.
     """
 
     ndim = 4
@@ -97,7 +98,7 @@ class ModelMask:
         misfit: str | None = None,
     ) -> None:
         self.visible, self.shape, self.packed, self.choice = visible, shape, packed, choice
-        self.own, self.misfit, self.padded = own, misfit, True
+        self.own, self.misfit, self.padded, self.causal = own, misfit, True, False
         self.device = visible.within.device
         self._moved: dict[torch.device, ModelMask] = {}
 
@@ -121,7 +122,7 @@ class ModelMask:
                 None if self.own is None else lambda: self._found_own().to(target),
                 self.misfit,
             )
-            self._moved[target].padded = self.padded
+            self._moved[target].padded, self._moved[target].causal = self.padded, self.causal
         return self._moved[target]
 
     def _found_own(self) -> ModelMask:
@@ -420,7 +421,13 @@ def model_mask(
     if policy is not None and not rules.causal:
         own = ModelMask(EVERY_KEY.visible_in(layout, request.device), request.shape, packed)
     visible = (policy or EVERY_KEY).visible_in(layout, request.device)
-    return ModelMask(visible, request.shape, packed, own=own)
+    made = ModelMask(visible, request.shape, packed, own=own)
+    plain = (
+        policy is None and not rules.back and set(rules.ahead) == {1} and not packed and rules.chunks is None
+    )
+    at_end = request.place + request.q_len == request.kv_len and not request.keys[0][:, 0].any()
+    made.causal = plain and at_end  # padding at the end is behind all tokens
+    return made
 
 
 @traceable

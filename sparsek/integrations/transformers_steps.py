@@ -104,6 +104,7 @@ class StepMask(ModelMask):
     ) -> None:
         self.shape = of.batch, 1, of.q_len, of.kv_len
         self.packed, self.choice, self.own, self.misfit, self.padded = False, None, None, None, True
+        self.causal = of.q_len == 1 and span is None and seen is None
         self.device = torch.device(of.device)
         self.span, self.seen = span, seen
         self.bias = None

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from sparsek.integrations import block_sparse_attention as bsa
-from sparsek.integrations import fastvideo, flash_attention, flashinfer
+from sparsek.integrations import fastvideo, flash_attention, flashinfer, selected
 from sparsek.integrations.flex import flex_attention
 from sparsek.integrations.vllm import configured
 from sparsek.integrations.vllm_omni import sparse_attention
@@ -40,6 +40,10 @@ COUNTS, INDICES = ints([[[1, 2]]]), ints([[[[1, 0], [0, 1]]]])
 PACKED: dict[str, Any] = {
     **operands(200, 2, 16), "cu_seqlens_q": ENDS, "cu_seqlens_k": ENDS, "max_seqlen_q_": 200, "max_seqlen_k_": 200,
 }  # fmt: skip
+CHOSEN = torch.tensor([[[0, -1]] * 150 + [[1, 0]] * 50] * 2, dtype=torch.int32)  # blocks of 64 of each query
+CSR = dict(
+    zip(("k2q_row_ptr", "k2q_q_indices"), selected.build_k2q_csr(CHOSEN, ENDS, ENDS, 64), strict=False)
+)
 LISTS = flash_attention.BlockSparseTensorsTorch(COUNTS, INDICES, block_size=(64, 64))
 SETTING: dict[str, Any] = {
     "num_qo_heads": 2, "num_kv_heads": 2, "head_dim": 16, "causal": False, "pos_encoding_mode": "NONE",
@@ -162,6 +166,50 @@ CALLS: dict[str, Call] = {
             softmax_scale=0.2, causal=True, softcap=0.0, return_lse=True,
         ),
         {"softmax_scale": "none int", "softcap": "none int", "window_size": "any"},
+    ),
+    "parallel_nsa": Call(
+        function(
+            selected.parallel_nsa, **operands(1, 200, 2, 16), g_cmp=dense(1, 200, 2), g_slc=dense(1, 200, 2),
+            g_swa=dense(1, 200, 2), block_counts=3, block_size=16, window_size=9, scale=0.2, cu_seqlens=ENDS,
+        ),
+        {"g_cmp": "none", "g_slc": "none", "g_swa": "none", "scale": "none int", "cu_seqlens": "none"},
+    ),
+    "parallel_nsa, listed": Call(
+        function(
+            selected.parallel_nsa, **operands(1, 200, 2, 16), block_indices=CHOSEN.transpose(0, 1)[None],
+            block_counts=ints([[[1, 2]] * 200]), block_size=64,
+        ),
+    ),
+    "build_k2q_csr": Call(
+        function(
+            selected.build_k2q_csr, q2k_indices=CHOSEN, cu_seqlens_q=ENDS, cu_seqlens_k=ENDS, kv_block_size=64,
+            return_schedule=True,
+        ),
+    ),
+    "sparse_atten_func": Call(
+        function(
+            selected.sparse_atten_func, **operands(200, 2, 16), **CSR, topK=2, cu_seqlens_q=ENDS, cu_seqlens_k=ENDS,
+            blk_kv=64, causal=True, softmax_scale=0.2, return_softmax_lse=True,
+        ),
+        {"softmax_scale": "none int"},
+    ),
+    "selected.sparse_attention": Call(
+        function(selected.sparse_attention, **operands(200, 2, 16), q2k=CHOSEN, msa=ENDS, return_lse=True)
+    ),
+    "infllmv2_attn_varlen_func": Call(
+        function(
+            selected.infllmv2_attn_varlen_func, **operands(200, 2, 16), cu_seqlens_q=ENDS, cu_seqlens_k=ENDS,
+            dropout_p=0.0, softmax_scale=0.2, causal=True, softcap=0.0, deterministic=True, return_attn_probs=True,
+            topk_idx=CHOSEN,
+        ),
+        {"dropout_p": "none int", "softmax_scale": "none int", "softcap": "int", "topk_idx": "none"},
+    ),
+    "flash_moba_varlen_func": Call(
+        function(
+            selected.flash_moba_varlen_func, **operands(200, 2, 16), cu_seqlens_q=ENDS, cu_seqlens_k=ENDS,
+            max_seqlen_q=200, max_seqlen_k=200, moba_chunk_size=16, moba_topk=2, causal=True,
+        ),
+        {"max_seqlen_q": "any", "max_seqlen_k": "any"},
     ),
     "memory_efficient_attention": Call(
         function(

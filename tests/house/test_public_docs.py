@@ -17,6 +17,7 @@ from sparsek.integrations import (
     flash_attention,
     flashinfer,
     flex,
+    selected,
     vllm,
     vllm_omni,
     xformers,
@@ -30,6 +31,7 @@ STAND_INS = (
     flash_attention,
     flashinfer,
     flex,
+    selected,
     vllm,
     vllm_omni,
     xformers,
@@ -56,7 +58,9 @@ def public() -> dict[str, Any]:
         tops |= {f"sk.{room}.{name}": getattr(getattr(sk, room), name) for name in getattr(sk, room).__all__}
     for module in STAND_INS:
         own = {name: each for name, each in vars(module).items() if name[0] != "_" and callable(each)}
-        tops |= {name: each for name, each in own.items() if each.__module__ == module.__name__}
+        own = {name: each for name, each in own.items() if each.__module__ == module.__name__}
+        last = module.__name__.rpartition(".")[2]
+        tops |= {f"{name} of {last}" if name in tops else name: each for name, each in own.items()}
     found = dict(tops)
     for name, each in tops.items():
         if inspect.isclass(each):
