@@ -30,12 +30,13 @@ def drawn(
     window: int = 0,
     sinks: int = 0,
     causal: bool = True,
+    turned: bool = False,
     alike: float = 0.4,
     seed: int = 0,
     device: str = "cpu",
 ) -> TokenMask:
     """Tokens that choose `chosen` blocks of keys at random, as the one before with a chance of `alike`; below 1 every
-    eleventh chooses none.
+    eleventh chooses none. `turned`: intervals of at most 70 keys, those of later tokens before those of earlier ones.
     """
     draw = torch.Generator("cpu").manual_seed(seed)
     columns = -(-kv_len // block[1])
@@ -52,7 +53,11 @@ def drawn(
         hi = (torch.arange(q_len, dtype=torch.int32, device="cpu")[None] + (kv_len - q_len + 1)).clamp(
             0, kv_len
         )
-    return of_members(member, torch.zeros_like(hi), hi, kv_len, block, window, sinks, device)
+    lo = torch.zeros_like(hi)
+    if turned:
+        hi = hi.flip(1)
+        lo = (hi - 70).clamp(0)
+    return of_members(member, lo, hi, kv_len, block, window, sinks, device)
 
 
 def of_members(

@@ -30,6 +30,7 @@ FORMS: dict[str, Any] = {
     "window": {"q_len": 200, "kv_len": 333, "block": (128, 64), "window": 20, "heads": 2, "batch": 2},
     "sinks": {"q_len": 40, "kv_len": 150, "block": (2, 64), "sinks": 65, "chosen": 0},
     "two words": {"q_len": 130, "kv_len": 130, "block": (64, 64), "chosen": 1},
+    "turned": {"q_len": 100, "kv_len": 200, "block": (16, 64), "turned": True, "sinks": 5},
     "one block": {"q_len": 30, "kv_len": 50, "block": (4, 128)},
     "fewer keys": {"q_len": 90, "kv_len": 50, "block": (8, 64), "window": 4},
 }

@@ -45,17 +45,17 @@ def bounds_at(T: gl.constexpr, bounds, b, h, at, q_len, kv_len):
 
 @gluon.jit
 def inner_bounds(T: gl.constexpr, bounds, b, h, pos, q_len, kv_len):
-    """First and end of the keys that are from lo to hi for all 64 rows from query `pos` on. Of a mask with members,
-    whose lo and hi do not fall.
-    """
+    """First and end of the keys that are from lo to hi for all 64 rows from query `pos` on."""
     lo_ptr, hi_ptr, bound_item, bound_head, bound_group = bounds
     if T.interval:
+        QUERIES: gl.constexpr = 64 // T.pack
+        EACH: gl.constexpr = (QUERIES + 31) // 32
+        # Every warp has all of them, so that they meet in registers.
+        at = pos + gl.arange(0, QUERIES, gl.BlockedLayout([EACH], [32], [4], [0]))
         base = b * bound_item + h // bound_group * bound_head
-        last = gl.minimum(pos + 64 // T.pack, q_len) - 1
-        there = pos < q_len
-        return gl.load(lo_ptr + base + last, mask=there, other=0), gl.load(
-            hi_ptr + base + pos, mask=there, other=0
-        )
+        lo = gl.load(lo_ptr + base + at, mask=at < q_len, other=0)
+        hi = gl.load(hi_ptr + base + at, mask=at < q_len, other=kv_len)
+        return gl.max(lo, 0), gl.min(hi, 0)
     else:
         return 0, kv_len
 

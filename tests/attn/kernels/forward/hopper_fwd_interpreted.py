@@ -23,7 +23,7 @@ from sparsek.core.device import H200
 from sparsek.engine.launch.gluon import Described
 from sparsek.testing.attention_budget import check_attention
 from sparsek.testing.poison import poisoned
-from tests.attn.attention_cases import ATTENTION_CASES, AttentionCase, random_bits
+from tests.attn.attention_cases import ATTENTION_CASES, MEMBER_CASES, AttentionCase, random_bits
 from tests.attn.kernels.forward.changes import CHANGES
 from tests.attn.kernels.planned import attention_problem as problem
 from tests.sampling import sampled
@@ -161,7 +161,14 @@ def allowed(a: dict[str, Any], record: list[int], r: Tensor, at: Tensor, key: in
         torch.where(at < a["q_len"], a[name].view(-1)[base + at.clamp(max=a["q_len"] - 1)], 0)
         for name in ("lo", "hi")
     )
-    return (k >= lo[:, None]) & (k < hi[:, None])
+    lo, hi = lo[:, None], hi[:, None]
+    seen = (k >= lo) & (k < hi)
+    if c.members and entry >= 0:
+        token = (pos % c.block[0] * c.pack + r) // c.pack // c.members
+        words = a["rules"][entry * c.words :][: c.words].long()
+        member = (words[token // 32] >> token % 32 & 1).bool()[:, None]
+        seen &= member | (k >= hi - a["window"]) | (k < lo + a["sunk"]) if c.member_ends else member
+    return seen
 
 
 @pytest.fixture(autouse=True)
@@ -195,6 +202,11 @@ def hold(case: AttentionCase, made: Callable[[Tensor], Scores] | None = None) ->
 
 @pytest.mark.parametrize("case", sampled([x for x in ATTENTION_CASES if x.dtype != "fp32"], 8), ids=str)
 def test_every_case_in_every_config(case: AttentionCase) -> None:
+    hold(case)
+
+
+@pytest.mark.parametrize("case", sampled(MEMBER_CASES, 4), ids=str)
+def test_members_in_every_config(case: AttentionCase) -> None:
     hold(case)
 
 
