@@ -40,15 +40,14 @@ class TokensTrainCase(AttentionTrainCase):
 LISTS = [
     (f"tokens:16:{noise}", kilo, block) for block in (128, 64) for kilo in (8, 32) for noise in (15, 3, 100)
 ]
-WIDE = {"heads": (64, 4)}
 FORWARD: tuple[SuiteRow, ...] = (
-    *rows(HOPPER, *(TokensCase.square(*each, **WIDE) for each in LISTS)),
+    *rows(HOPPER, *(TokensCase.square(*each, heads=(64, 4)) for each in LISTS)),
     *rows(HOPPER, *(TokensCase.square("tokens:16:15", 32, heads=(heads, 4)) for heads in (32, 16))),
-    *rows(HOPPER, TokensCase.square("tokens:16:15", 128, **WIDE)),
+    *rows(HOPPER, TokensCase.square("tokens:16:15", 128, heads=(64, 4))),
 )
 MOSTLY = [each for each in LISTS if each[0].endswith(":15")]
-BACKWARD = rows("auto", *(TokensGradCase.square(*each, **WIDE) for each in MOSTLY))
-TRAIN = rows("auto", *(TokensTrainCase.square("tokens:16:15", kilo, **WIDE) for kilo in (8, 32)))
+BACKWARD = rows("auto", *(TokensGradCase.square(*each, heads=(64, 4)) for each in MOSTLY))
+TRAIN = rows("auto", *(TokensTrainCase.square("tokens:16:15", kilo, heads=(64, 4)) for kilo in (8, 32)))
 NOTE = (
     "Useful TFLOPS count the keys that each query sees, the roofline whole blocks of the unions. Dense is cuDNN, "
     "FlashAttention-4 too: causal. FlexAttention looks up a table of queries and blocks, as NeMo does. Over a peer: "
