@@ -252,5 +252,8 @@ MEMBER_CASES: tuple[AttentionCase, ...] = (
         "members one block", _of_tokens(40, 50, (16, 64), chosen=1, causal=False), (8, 1), (32, 32)
     ),
     AttentionCase("members turned", _of_tokens(100, 200, (16, 64), turned=True), (8, 1), (32, 32)),
+    AttentionCase(
+        "members all sinks", _of_tokens(40, 200, (16, 64), turned=True, sinks=2**31 - 1), (8, 1), (32, 32)
+    ),
     AttentionCase("members more tokens than keys", _of_tokens(50, 20, (16, 128)), (8, 1), (32, 32)),
 )

@@ -134,6 +134,7 @@ REASONS: dict[Any, list[tuple[dict[str, Any], str]]] = {
         ({"max_k": 2**30}, "32 bits"),
         ({"list_heads": 8, "list_block": (128, 32), "listed": 9}, r"not \(128, 32\)"),
         ({"list_heads": 8, "list_block": (1, 128), "listed": 9999}, r"not \(1, 128\)"),
+        ({"list_heads": 8, "list_block": (1, 128), "listed": 32, "tokens": 2**25}, r"under 2\^31 words"),
     ],
 }
 

@@ -74,7 +74,7 @@ def of_members(
     (bq, bk), (batch, heads, q_len, columns) = block, member.shape
     key = torch.arange(columns * bk, device="cpu")
     low, high = (
-        x.view(-1 if len(x) == 1 else batch, 1 if len(x) == 1 else heads, q_len, 1) for x in (lo, hi)
+        x.long().view(-1 if len(x) == 1 else batch, 1 if len(x) == 1 else heads, q_len, 1) for x in (lo, hi)
     )
     chosen = member.repeat_interleave(bk, -1)
     seen = (low <= key) & (key < high) & (chosen | (key >= high - window) | (key < low + sinks))

@@ -57,6 +57,10 @@ def sinks(scores: Scores) -> Sinks:
 
 
 def ends(mask: BlockMask) -> tuple[int | None, int | None]:
-    """Keys at the ends of its interval that a query sees without a bit, of a mask with members; None without any."""
-    members = mask.members
-    return (None, None) if members is None or not members.at_ends else (members.window, members.sinks)
+    """Keys at the ends of its interval that a query sees without a bit, of a mask with members; None without any. At
+    most all, so that sums with bounds are 32 bits.
+    """
+    members, most = mask.members, mask.kv_len
+    if members is None or not members.at_ends:
+        return None, None
+    return min(members.window, most), min(members.sinks, most)

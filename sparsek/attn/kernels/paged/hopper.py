@@ -329,8 +329,9 @@ class HopperPaged:
         if p.list_heads and not list(_tiles(p)):
             reasons.append(
                 f"a tile of 64 or 128 rows lies in one tile of the lists, or joins {MOST} blocks at most of its "
-                "queries' lists, for each head of k or for all; and a step lies in one block, of 64 keys or "
-                f"more: not {p.list_block}, with {p.listed} blocks in lists of {p.list_heads} heads"
+                "queries' lists and under 2^31 words in all, for each head of k or for all; and a step lies in one "
+                f"block, of 64 keys or more: not {p.list_block}, with {p.listed} blocks in lists of {p.list_heads} "
+                f"heads for {p.tokens} queries"
             )
         return reasons
 
@@ -451,8 +452,11 @@ def _tiles(p: PagedProblem) -> Iterable[tuple[int, int, int]]:
                 if p.list_heads and p.list_block[1] % keys:
                     continue
                 if p.list_block[0] == 1:  # the tile of most heads, which has the fewest lists to join
-                    joined = 64 * groups // pack * entries_of(p.listed)
-                    if pack != packs[0] or p.list_heads not in (1, p.kv_heads) or joined > MOST:
+                    positions = 64 * groups // pack
+                    rows = p.list_heads * capacity(p.tokens, p.requests, positions)
+                    words = rows * positions * p.listed * -(-positions // 32)
+                    many = positions * entries_of(p.listed) > MOST or words >= 2**31
+                    if pack != packs[0] or p.list_heads not in (1, p.kv_heads) or many:
                         continue
                 elif p.list_heads and p.list_block[0] % (64 * groups // pack):
                     continue
