@@ -68,7 +68,7 @@ REFUSED = {
 }
 SIZES = ("batch_size", "q_length", "kv_length", "kv_offset")
 # Options with which a layer needs more than softmax over the keys of its mask.
-CHANGES = frozenset((*REFUSED, "softcap", "s_aux", "cache", "cu_seq_lens_q", "block_indices"))
+CHANGES = frozenset((*REFUSED, "softcap", "s_aux", "cache", "cu_seq_lens_q"))
 
 
 def sparsek_mask(
@@ -286,7 +286,11 @@ def sparsek_attention(
     if autocasts() and options.get("cache") is None:
         query, key, value = follow_autocast(query, key, value)
     if isinstance(attention_mask, StepMask) and dropout == 0 and _is_plain(scaling, options):
-        found = attention_mask.attended(query, key, value, scaling)
+        step_mask, blocks = attention_mask, options.get("block_indices")
+        if blocks is not None and step_mask.span is None and step_mask.seen is not None:
+            step_mask = step_mask.among(_lists(module, query, key, blocks, False).to_dense(key.shape[2]))
+            blocks = None
+        found = None if blocks is not None else step_mask.attended(query, key, value, scaling)
         if found is not None:
             return found, None
     check_tensors(query, key, value)
@@ -318,7 +322,7 @@ def sparsek_attention(
         RESTARTS.look(getattr(module, "config", module), options.get("position_ids"), query.shape[2])
     choice = mask.choice
     if options.get("block_indices") is not None:
-        seen = _selected(module, mask, options["block_indices"], key)
+        seen = _selected(module, query, key, mask, options["block_indices"])
     elif choice is None:
         seen = mask.visible.mask_for(query, key)
     else:
@@ -328,10 +332,8 @@ def sparsek_attention(
     return out.transpose(1, 2).contiguous(), None
 
 
-def _selected(module: torch.nn.Module, mask: ModelMask, indices: Any, key: Tensor) -> MaskLike:
-    """The keys that both the blocks of each query and the model's mask admit: lists, where that is causality alone,
-    or every pair. Blocks count from the first key, as the model's indexer does.
-    """
+def _lists(module: torch.nn.Module, query: Tensor, key: Tensor, indices: Any, causal: bool) -> TokenLists:
+    """The blocks of each query. They count from the first key, as the model's indexer does."""
     block = getattr(getattr(module, "indexer", None), "block_size", None)
     if block is None:
         block = getattr(getattr(module, "config", None), "index_block_size", None)
@@ -340,7 +342,21 @@ def _selected(module: torch.nn.Module, mask: ModelMask, indices: Any, key: Tenso
             f"block_indices are given, but {type(module).__name__} has no indexer.block_size and its config no "
             "index_block_size: set one, the keys of a block"
         )
-    lists = TokenLists(indices, block, causal=mask.causal)
+    lists = TokenLists(indices, block, causal=causal)
+    right = (1, query.shape[0]), (1, key.shape[1]), (query.shape[2],)
+    if not all(size in of for size, of in zip(indices.shape, right, strict=False)):
+        raise InvalidInput(
+            f"block_indices is {list(indices.shape)}; query {list(query.shape)} and key {list(key.shape)} need lists "
+            f"of 1 or {query.shape[0]} batch items, 1 or {key.shape[1]} heads, and {query.shape[2]} queries"
+        )
+    return lists
+
+
+def _selected(module: torch.nn.Module, query: Tensor, key: Tensor, mask: ModelMask, indices: Any) -> MaskLike:
+    """The keys that both the blocks of each query and the model's mask admit: lists, where that is causality alone,
+    or every pair.
+    """
+    lists = _lists(module, query, key, indices, mask.causal)
     if isinstance(mask, StepMask) and mask.span is None:
         return lists if mask.seen is None else lists.to_dense(key.shape[2]) & mask.seen
     if mask.choice is not None or mask.visible.always is not None:

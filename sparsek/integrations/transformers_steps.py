@@ -116,6 +116,10 @@ class StepMask(ModelMask):
         self._moved = {}
         self._biases: dict[Any, Tensor] = {}
 
+    def among(self, seen: Tensor) -> StepMask:
+        """This mask of all keys and bool [B, Hkv, S, keys], for `attended` alone."""
+        return StepMask(self._of, self._near, None, seen if self.seen is None else self.seen & seen, None)
+
     def to(self, device: Any, **_: Any) -> ModelMask:
         target = arguments.device("device", device)
         if target == self.device:

@@ -106,3 +106,26 @@ def test_blocks_of_queries_need_their_size_and_no_other_choice() -> None:
     layer.config.sparsek = None
     found = sparsek_attention(layer, q, q, q, None, block_indices=blocks)[0]
     assert found[:, 16:].isfinite().all()
+
+
+@pytest.mark.parametrize("queries", [1, 3])
+def test_a_step_over_a_static_cache_is_in_one_graph(queries: int) -> None:
+    config = SimpleNamespace(_attn_implementation="sparsek", sparsek=None)
+    layer: Any = SimpleNamespace(config=config, is_causal=True, indexer=SimpleNamespace(block_size=16))
+    q, k, v = (torch.randn(2, heads, n, 16) for heads, n in ((4, queries), (2, 96), (2, 96)))
+    blocks = torch.tensor([[0, 3, -1], [3, 5, 1]])[None, :, None].expand(2, 2, queries, 3)
+
+    def step(first: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
+        options: dict[str, Any] = {"allow_is_causal_skip": False, "config": config}
+        mask = sparsek_mask(2, queries, 96, first, **options)
+        return sparsek_attention(layer, q, k, v, mask, block_indices=blocks)[0]
+
+    first = torch.tensor(60)
+    compiled = torch.compile(step, backend="eager", fullgraph=True)
+    key, own = torch.arange(96), (torch.arange(queries) + 60)[:, None]
+    listed = (key[:, None] // 16 == blocks[..., None, :]).any(-1) & (key <= own)
+    wanted = dense(q.double(), k.double(), v.double(), listed.repeat_interleave(2, 1))[0].transpose(1, 2)
+    for made in (step, compiled):
+        torch.testing.assert_close(made(first, blocks).double(), wanted, rtol=0, atol=1e-5)
+    refused("block_indices is .*1 or 2 heads", step, first, blocks.repeat(1, 2, 1, 1))
+    torch._dynamo.reset()
