@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn import functional
 
 import sparsek as sk
+from sparsek.attn.policies.token import compressed_mask
 from sparsek.nn import MoBA, NativeSparseAttention
 from tests.refusals import refused
 
@@ -169,6 +170,16 @@ def test_compiled_it_is_one_graph_with_the_same_gradients() -> None:
         (y, *torch.autograd.grad(y.square().sum(), list(layer.parameters()))) for y in (compiled(x), layer(x))
     )
     torch.testing.assert_close(found, right)
+
+
+def test_compiled_documents_are_read_between_graphs_and_not_within_one() -> None:
+    def seen(x: Tensor) -> Tensor:
+        return compressed_mask(NSA.spans, 150, 150, x.device, CU).to_dense() & True
+
+    assert torch.equal(torch.compile(seen, backend="eager")(CU), seen(CU))
+    torch._dynamo.reset()
+    with pytest.raises(Exception, match=r"torch\.compile cannot read cu_seqlens"):
+        torch.compile(seen, fullgraph=True, backend="eager")(CU)
 
 
 @pytest.mark.parametrize(

@@ -128,6 +128,17 @@ def test_documents_are_placed_once_for_equal_lengths() -> None:
     refused("batch items", sk.attention_varlen, q, q, q, edges, mask=drawn_lists((2, 1, 100, 2), 64, 100, 7))
 
 
+def test_documents_placed_in_inference_mode_serve_training() -> None:
+    lists = drawn_lists((1, 1, 100, 2), 64, 100, 7)
+    q, edges = drawn(100, 2, 8).requires_grad_(), torch.tensor([0, 30, 100])
+    aligned._KEPT.clear()
+    with torch.inference_mode():
+        served = sk.attention_varlen(q, q, q, edges, mask=lists)
+    trained = sk.attention_varlen(q, q, q, edges, mask=lists)
+    trained.sum().backward()
+    assert torch.equal(served, trained)
+
+
 def test_policies_by_token_choose_in_each_document() -> None:
     policy = sk.policies.MoBAGate(block=16, topk=2)
     q, k, edges = drawn(100, 4, 8), drawn(100, 2, 8), torch.tensor([0, 30, 100])

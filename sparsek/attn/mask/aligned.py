@@ -14,6 +14,7 @@ from sparsek.attn.mask.lists import mask_length, upload
 from sparsek.core.arguments import faking
 from sparsek.core.plan_owner import drop_oldest
 from sparsek.core.streams import Ready, wait_for
+from sparsek.core.tracing import outside_inference
 
 LIMIT = 8  # layouts; one of 512 K tokens has 8 MB
 
@@ -63,6 +64,7 @@ def aligned_keys(layout: PackedLayout, side: int, causal: bool, device: torch.de
     return keys
 
 
+@outside_inference
 def _aligned(layout: PackedLayout, side: int, causal: bool, device: torch.device) -> AlignedKeys:
     docs = layout.docs
     lengths, queries = docs.k_end - docs.k_start, docs.q_end - docs.q_start

@@ -126,8 +126,10 @@ def values_of(x: Tensor, name: str) -> Tensor:
 def edges_of(cu_seqlens: Any, name: str, total: int | None = None) -> np.ndarray:
     """Where each document starts and the last one ends, int64 [n + 1]. The end must be `total`, if that is given.
 
-    A tensor on a GPU is read with one sync, and again after a write: see `ByTensor`.
+    A tensor on a GPU is read with one sync, and again after a write: see `ByTensor`. torch.compile cannot trace it.
     """
+    if torch.compiler.is_compiling():  # without fullgraph=True torch then runs the caller as Python
+        raise InvalidInput(f"torch.compile cannot read {name}: call what takes it outside")
     if isinstance(cu_seqlens, Tensor):
         cu_seqlens = values_of(cu_seqlens, name)
     if isinstance(cu_seqlens, Tensor) and cu_seqlens.is_cuda:

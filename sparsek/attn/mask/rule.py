@@ -20,7 +20,7 @@ from sparsek.attn.mask.cache import edges_of, kept_mask, values_of
 from sparsek.attn.mask.lists import Frame, Place, as_device, mask_block
 from sparsek.attn.mask.mask import BlockMask
 from sparsek.attn.mask.operands import check_tensors
-from sparsek.attn.mask.traced import traceable
+from sparsek.attn.mask.traced import decoded, encoded, traceable
 from sparsek.core import arguments
 from sparsek.core.errors import InvalidInput
 from sparsek.core.tracing import constant, not_traced, untransformed
@@ -151,7 +151,7 @@ class MaskPolicy(MaskRule):
         self._refuse_topk("mask_for(q, k) makes one")
         if torch.compiler.is_compiling():
             rule = self.window, self.sinks, self.stride, self.causal, self.block
-            return _constant_mask(rule, q_len, kv_len, device)
+            return _constant_mask(encoded(rule, []), q_len, kv_len, device)
         return self._mask(q_len, kv_len, as_device(device))
 
     def mask_for(self, q: Tensor, k: Tensor, scale: float | None = None) -> BlockMask:
@@ -379,9 +379,10 @@ def _constant_mask(
 ) -> BlockMask:
     """A mask made while torch.compile traces: a constant of the graph.
 
-    `rule` has a policy's options, because a policy made in the traced function would arrive with default options.
+    `rule` has a policy's options, encoded, because a policy made in the traced function would arrive with default
+    options, and one that it is given with symbols for numbers that change.
     """
-    window, sinks, stride, causal, block = rule
+    window, sinks, stride, causal, block = decoded(rule)
     policy = MaskPolicy(window, sinks, stride, causal=causal, block=block)
     return policy._mask(q_len, kv_len, as_device(device))
 

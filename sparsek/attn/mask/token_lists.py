@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from operator import index
 
 import torch
 from torch import Tensor
@@ -95,9 +96,11 @@ class TokenLists(MaskRule):
     @property
     def label(self) -> str:
         """The lists in words: "16 blocks of 128 per token, window=512"."""
-        near = [f"{name}={getattr(self, name)}" for name in ("window", "sinks") if getattr(self, name)]
+        # Of lists that a compiled function is given, and which change, the numbers are symbols.
+        n, block, window, sinks = map(index, (self.indices.shape[3], self.block, self.window, self.sinks))
         causal = [] if self.causal else ["causal=False"]
-        return ", ".join([f"{self.indices.shape[3]} blocks of {self.block} per token", *causal, *near])
+        near = [f"{name}={keys}" for name, keys in (("window", window), ("sinks", sinks)) if keys]
+        return ", ".join([f"{n} blocks of {block} per token", *causal, *near])
 
     def to(self, device: str | torch.device) -> TokenLists:
         """Return these lists on another device; this object if they are there already.

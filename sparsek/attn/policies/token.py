@@ -168,6 +168,7 @@ def compressed_mask(
     return _spans_mask(spans, q_len, kv_len, device, edges_of(cu_seqlens, "cu_seqlens", q_len).tobytes())
 
 
+@not_traced("a mask of compressed keys")
 def _spans_mask(
     spans: tuple[int, int, int], q_len: int, kv_len: int, device: torch.device, edges: bytes | None = None
 ) -> BlockMask:

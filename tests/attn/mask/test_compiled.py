@@ -184,6 +184,25 @@ def test_other_lengths_and_options_compile_again():
         assert torch.equal(compiled(*given), run(*given))
 
 
+LISTS = torch.randint(-1, 4, (1, 1, LENGTH, 2))
+GIVEN: dict[str, tuple[Callable[[int], Any], tuple[int, ...]]] = {
+    "lists, window": (lambda n: sk.TokenLists(LISTS, 128, window=n), (70, 71, 72)),
+    "lists, block": (lambda n: sk.TokenLists(LISTS, n), (32, 64, 128)),
+    "window": (lambda n: sk.MaskPolicy(window=n), (70, 71, 72)),
+    "stride": (lambda n: sk.MaskPolicy(128, stride=n), (128, 256, 384)),
+}
+
+
+@pytest.mark.parametrize("name", sampled(GIVEN, 3))
+def test_a_rule_given_to_the_graph_may_have_other_numbers_in_each_call(name: str):
+    """torch.compile has symbols for numbers that change."""
+    make, numbers = GIVEN[name]
+    compiled = torch.compile(sk.attention, fullgraph=True, backend="eager")
+    q, k, v = (x.detach() for x in qkv())
+    for each in numbers:
+        assert torch.equal(compiled(q, k, v, make(each)), sk.attention(q, k, v, make(each)))
+
+
 def test_the_mask_itself_may_leave_the_graph():
     made = torch.compile(lambda x: BlockMask.topk(x, 2, seq_len=LENGTH), fullgraph=True, backend="aot_eager")
     x = scores()
