@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from sparsek import InvalidInput
-from sparsek.integrations import block_sparse_attention, fastvideo, flash_attention, flashinfer
+from sparsek.integrations import block_sparse_attention, fastvideo, flash_attention, flashinfer, selected
 from tests.integrations.dense import coin, randn
 from tests.refusals import refused
 
@@ -55,7 +55,49 @@ def several(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return wrapper.run(q, k, v)
 
 
-@pytest.mark.parametrize("call", [packed, mapped, listed, several], ids=lambda call: call.__name__)
+def chosen(device: str, blocks: int) -> Tensor:
+    """Blocks of 512 queries for 4 heads, among them some that documents of 200 and 312 keys lack."""
+    return (
+        torch.rand((4, 512, blocks), generator=torch.Generator().manual_seed(0))
+        .argsort(-1)[..., :2]
+        .int()
+        .to(device)
+    )
+
+
+def nsa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    gates = randn(3, 1, 512, 4, seed=5).to(q).sigmoid()
+    blocks = chosen(q.device.type, 8).transpose(0, 1)[None]
+    q, k, v = (x[None] for x in (q, k, v))
+    options: dict[str, Any] = {"window_size": 50, "cu_seqlens": ints([0, 200, 512], q.device.type)}
+    return selected.parallel_nsa(q, k, v, gates[0], gates[1], gates[2], blocks, **options)[0]
+
+
+def msa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """By lists that are kept, and by a CSR that is inverted."""
+    ends = ints([0, 200, 512], q.device.type)
+    made = selected.build_k2q_csr(chosen(q.device.type, 4), ends, ends, 128)
+    options: dict[str, Any] = {"cu_seqlens_q": ends, "cu_seqlens_k": ends, "causal": True}
+    out = selected.sparse_atten_func(q, k, v, made[0], made[1], 2, **options)
+    other = selected.sparse_atten_func(q, k, v, made[0].clone(), made[1].clone(), 2, **options)
+    assert torch.equal(out, other)
+    return out
+
+
+def infllm(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    ends, blocks = ints([0, 200, 512], q.device.type), chosen(q.device.type, 8)
+    return selected.infllmv2_attn_varlen_func(q, k, v, ends, ends, causal=True, topk_idx=blocks)
+
+
+def moba(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    ends = ints([0, 200, 512], q.device.type)
+    return selected.flash_moba_varlen_func(q, k, v, ends, ends, 312, 312, 64, 2)
+
+
+CALLED = [packed, mapped, listed, several, nsa, msa, infllm, moba]
+
+
+@pytest.mark.parametrize("call", CALLED, ids=lambda call: call.__name__)
 def test_as_on_the_cpu(call: Callable[..., Tensor]) -> None:
     exact = [randn(512, 4, 64, seed=at).bfloat16() for at in range(3)]
     wanted = call(*(x.double() for x in exact))
