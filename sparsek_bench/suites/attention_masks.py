@@ -117,18 +117,19 @@ def _tokens(case: Any, draw: Draw, blocks: float, noise: float) -> Maker:
     """The first block, the query's own, and those of the largest scores: NEIGHBOURS queries share these but for `noise`
     percent; with 100 they are random. With 15, unions of 8 tokens have 1.15 times as many blocks at 8K, 1.5 at 32K.
     """
-    block, given = (
-        case.block[1],
-        {"generator": _generator(draw), "device": draw.device, "dtype": torch.float32},
-    )
+    block, generator = case.block[1], _generator(draw)
     columns, ahead = case.grid[1], case.kv_len - case.q_len
-    own = ((torch.arange(case.q_len, device=draw.device) + ahead) // block)[:, None]
-    beyond = torch.arange(columns, device=draw.device) > own
+
+    def drawn(rows: int) -> Tensor:
+        return torch.rand(rows, columns, generator=generator, device=draw.device, dtype=torch.float32)
+
+    own = ((torch.arange(case.q_len, dtype=torch.int64, device=draw.device) + ahead) // block)[:, None]
+    beyond = torch.arange(columns, dtype=torch.int64, device=draw.device) > own
     kept = []
     for _ in range(case.kv_heads):  # one at a time: a score for each query and block
-        score = torch.rand(case.q_len, columns, **given)
+        score = drawn(case.q_len)
         if noise < 100:
-            groups = torch.rand(-(-case.q_len // NEIGHBOURS), columns, **given)
+            groups = drawn(-(-case.q_len // NEIGHBOURS))
             score = score * (noise / 100) + groups.repeat_interleave(NEIGHBOURS, 0)[: case.q_len]
         score.masked_fill_(beyond, -1.0)
         score[:, 0] = 8.0
