@@ -208,6 +208,7 @@ def test_every_case_in_every_config(case: AttentionCase) -> None:
 @pytest.mark.parametrize("case", sampled(MEMBER_CASES, 4), ids=str)
 def test_members_in_every_config(case: AttentionCase) -> None:
     hold(case)
+    hold(case, CHANGES["all"])
 
 
 @pytest.mark.parametrize(
