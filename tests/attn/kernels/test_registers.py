@@ -14,7 +14,7 @@ from sparsek.attn.kernels.backward import schedule_bwd as bwd
 from sparsek.attn.kernels.backward import transposed as lists
 from sparsek.attn.kernels.forward import lengths, parts
 from sparsek.attn.kernels.forward import schedule_fwd as fwd
-from sparsek.attn.kernels.paged import padding
+from sparsek.attn.kernels.paged import padding, unions
 from sparsek.attn.kernels.paged import schedule as paged
 from sparsek.attn.plan import attention_grad_schedule as grad_plan
 from sparsek.attn.plan.attention_schedule import FIELDS, MERGE_FIELDS
@@ -32,6 +32,8 @@ OF_LISTS = ints(*lists.MASK, *lists._SCRATCH, *bwd._SCRATCH, "lo", "hi", "out")
 OF_ROWS = ints("p_starts", "p_counts", "f_starts", "f_counts", "table", "before", "tiles", "count", "merges")
 OF_LENGTHS = ints("p_counts", "f_counts", "order", "merges")
 OF_PAGES = ints("cu_seqlens", "seq_lens", "tiles", "count")
+OF_UNIONS = ints("records", "count", "p_starts", "p_counts", "partial", "f_starts", "f_counts", "full")
+OF_UNIONS |= ints("starts", "counts", "whole_starts", "whole_counts", "blocks", "words")
 OF_DELTA = dict.fromkeys(("lse", "grad_lse", "made", "acc"), "*fp32") | {"scale": "fp32", "unit": "fp32"}
 OF_DELTA |= dict.fromkeys(("out", "grad", "dq"), "*bf16")
 
@@ -102,6 +104,10 @@ for window, listed in ((True, 0), (False, 64)):
         "TILES": paged.TILES, "REQUESTS": paged.REQUESTS, "FIELDS": paged.FIELDS,
     }  # fmt: skip
     CASES[f"place of pages, {listed}"] = Case(paged._place, OF_PAGES, place, paged.WARPS, 128)
+for queries, each in ((1, 1), (8, 16)):
+    join = {"CAUSAL": True, "BK": 128, "QUERIES": queries, "EACH": each, "FIELDS": paged.FIELDS}
+    warps = min(max(queries * each // 128, 1), 16)
+    CASES[f"join, {queries} x {each}"] = Case(unions._join, OF_UNIONS, join, warps)
 for low, lse in (("*bf16", True), ("*fp16", False)):
     types = {"out": low, "lse": "*fp32" if lse else low, "cu_seqlens_q": "*i32"}
     CASES[f"clear, {low}"] = Case(padding._clear, types, {"LSE": lse}, padding.WARPS, 64)
