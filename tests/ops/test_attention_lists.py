@@ -170,6 +170,8 @@ def test_lists_over_pages(causal: bool) -> None:
     assert sk.plan_attention_paged(q, cache, *tables, lists).problem.list_block == (1, 16)
     near = sk.TokenLists(lists.indices, 16, window=4)
     refused("no window and no sinks", sk.attention_paged, q, cache, *tables, near)
+    for small in (sk.TokenLists(lists.indices, 8, causal=causal), sk.policies.MoBAGate(topk=2, block=8)):
+        refused("block is 8; over pages it must be one of 16", sk.attention_paged, q, cache, *tables, small)
     refused(
         "over pages it must be", sk.attention_paged, q, cache, *tables, drawn_lists((2, 1, 7, 2), 16, 80, 0)
     )

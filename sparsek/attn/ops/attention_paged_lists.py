@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from sparsek.attn.mask.lists import BlockLists
-from sparsek.attn.mask.pages import PageLists
-from sparsek.attn.mask.token_lists import TokenLists
+from sparsek.attn.mask.pages import LEAST, PageLists
+from sparsek.attn.mask.token_lists import MOST, TokenLists
 from sparsek.attn.plan import paged_operands as operands
 from sparsek.attn.plan.attention_paged import AttendedPages
 from sparsek.core import arguments
@@ -34,14 +34,21 @@ def pass_lists(call: AttendedPages) -> None:
         raise InvalidInput(
             f"mask is {lists.label}; attention_paged has no window and no sinks beside lists: list their blocks"
         )
-    call.causal = lists.causal
+    call.causal, block = lists.causal, _page_block(lists.block)
     at, counts = lists.indices[0], None if lists.counts is None else lists.counts[0]
     made = by_kernel("page_lists", at, counts, lists.block) if at.is_cuda else None
     if made is None:
-        call.mask = PageLists.from_indices(_ascending(at, counts, lists.block), (1, lists.block))
+        call.mask = PageLists.from_indices(_ascending(at, counts, lists.block), block)
         return
     (heads, tokens, n), (full, partial) = at.shape, (BlockLists(*made[:3]), BlockLists(*made[3:]))
-    call.mask = PageLists(full, partial, heads, tokens, (1, lists.block), n)
+    call.mask = PageLists(full, partial, heads, tokens, block, n)
+
+
+def _page_block(block: int) -> tuple[int, int]:
+    """The block of per-token lists over pages."""
+    if block < LEAST:
+        raise InvalidInput(f"block is {block}; over pages it must be one of {LEAST} to {MOST} keys")
+    return 1, block
 
 
 def _ascending(at: Tensor, counts: Tensor | None, block: int) -> Tensor:
@@ -110,7 +117,7 @@ def _by_token(lists: Sequence[Any]) -> PageLists:
     """The lists of all requests, of as many entries each, with -1 for none."""
     n = max(each.indices.shape[3] for each in lists)
     rows = [functional.pad(each.indices[0], (0, n - each.indices.shape[3]), value=-1) for each in lists]
-    return PageLists.from_indices(torch.cat(rows, 1), (1, lists[0].block))
+    return PageLists.from_indices(torch.cat(rows, 1), _page_block(lists[0].block))
 
 
 @reads_values("lengths are read", "pass plain tensors")
