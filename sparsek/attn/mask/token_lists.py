@@ -149,9 +149,9 @@ class TokenLists(MaskRule):
         at, blocks, device = self.indices.long(), -(-keys // self.block), self.device
         there = (at >= 0) & (at < blocks)
         if self.counts is not None:
-            there &= torch.arange(n, dtype=torch.int64, device=device) < self.counts[..., None]
+            there = there & (torch.arange(n, dtype=torch.int64, device=device) < self.counts[..., None])
         table = torch.zeros((batch, heads, queries, blocks + 1), dtype=torch.bool, device=device)
-        table.scatter_(3, torch.where(there, at, blocks), True)
+        table = table.scatter(3, torch.where(there, at, blocks), True)  # not in place: torch.func.vmap
         seen = table[..., :blocks].repeat_interleave(self.block, 3)[..., :keys]
         key = torch.arange(keys, dtype=torch.int64, device=device)
         seen |= key < self.sinks

@@ -53,6 +53,15 @@ def test_lists_mean_the_blocks_the_window_and_the_sinks(
     assert torch.equal(some.to_dense(kv_len), seen_by_definition(some, kv_len))
 
 
+def test_dense_rows_of_many_lists_or_counts_are_mapped() -> None:
+    many, counts = torch.randint(-1, 4, (3, 1, 2, 20, 2)), torch.randint(0, 3, (3, 1, 2, 20))
+    for rows, given in (
+        (lambda each: sk.TokenLists(each, 8, window=1).to_dense(), many),
+        (lambda each: sk.TokenLists(many[0], 8, each, sinks=2).to_dense(), counts),
+    ):
+        assert torch.equal(torch.func.vmap(rows)(given), torch.stack([rows(each) for each in given]))
+
+
 @pytest.mark.parametrize("case", range(len(CASES)))
 def test_unions_are_valid_masks(case: int) -> None:
     mask = specified(BlockMask, drawn(case))
