@@ -27,8 +27,9 @@ from sparsek.attn.policies.selected import NSA, MoBAGate
 from sparsek.attn.policies.token import LONGEST, TokenGrid, compressed_mask, power_of_two
 from sparsek.core import arguments
 from sparsek.core.arguments import INT32_MAX
+from sparsek.core.dtypes import FLOATS
 from sparsek.core.errors import InvalidInput
-from sparsek.core.tracing import not_traced
+from sparsek.core.tracing import not_traced, wants_gradient
 from sparsek.integrations.block_rows import BlockRows
 from sparsek.integrations.flash_attention import flash_attn_varlen_func
 from sparsek.integrations.foreign_options import absent, check_operands, check_shape, refusing
@@ -117,9 +118,10 @@ def parallel_nsa(
     check_operands(q, k, v, "[B, T, H, D]")
     for name, gate in (("g_cmp", g_cmp), ("g_slc", g_slc), ("g_swa", g_swa)):
         if gate is not None:
-            check_shape(
-                name, arguments.tensor(name, gate), tuple(q.shape[:3]), "a gate of each query and head"
-            )
+            arguments.tensor(name, gate, FLOATS)
+            check_shape(name, gate, tuple(q.shape[:3]), "a gate of each query and head")
+            if wants_gradient(q, k, v, gate):
+                arguments.kept(name, gate)
     window = arguments.integer("window_size", window_size)
     if window and g_swa is None:
         raise InvalidInput(f"window_size is {window} and g_swa None; give the gate, or window_size=0")
@@ -494,6 +496,7 @@ def infllmv2_attn_varlen_func(
     settings: dict[str, Any] = {
         "softcap": softcap, "deterministic": deterministic, "return_lse": True
     }  # fmt: skip
+    arguments.tensor("cu_seqlens_k", cu_seqlens_k, INTS, 1)
     if topk_idx is None:
         out, lse = flash_attn_varlen_func(
             q, k, v, cu_seqlens_q, cu_seqlens_k, softmax_scale=softmax_scale, causal=causal,

@@ -151,6 +151,8 @@ class SparseAttention(nn.Module):
         if torch.compiler.is_compiling() and torch.onnx.is_in_onnx_export():
             raise InvalidInput(NOT_ONNX)
         arguments.dense("x", x)
+        if cu_seqlens is not None:
+            arguments.tensor("cu_seqlens", cu_seqlens, (torch.int32, torch.int64), 1)
         if x.dim() != (3 if cu_seqlens is None else 2) or x.shape[-1] != self.dim:
             wanted = f"[B, S, {self.dim}], or with cu_seqlens [total, {self.dim}]"
             raise InvalidInput(f"x is {list(x.shape)}; it must be {wanted}")

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from sparsek.core import arguments, dtypes
 from sparsek.core.errors import InvalidInput
 from sparsek.products.formats import two_four
-from sparsek.products.formats.convert import Rule
+from sparsek.products.formats.convert import SCOPES, Rule
 from sparsek.products.formats.pattern import block_sides, grid_of
 from sparsek.products.formats.quantized import FORMATS as CLASSES
 from sparsek.products.formats.quantized import Quantized
@@ -60,7 +60,7 @@ def check_bias(bias: Any, count: int, dtype: torch.dtype | None, device: torch.d
 def wanted_format(config: Any, block: Any, keep: Any, scope: Any) -> WeightFormat:
     """The format that a config or a name with its options describes."""
     if not isinstance(config, str):
-        if (block, keep) != (None, None):
+        if block is not None or keep is not None:
             raise InvalidInput("block= and keep= belong to the name of a format; this config has its own")
         inner = getattr(config, "of", None)
         if hasattr(config, "of"):
@@ -72,7 +72,7 @@ def wanted_format(config: Any, block: Any, keep: Any, scope: Any) -> WeightForma
     else:
         name = config
     blocked = isinstance(name, str) and name.startswith("bsr")
-    if name not in FORMATS or name == "dense":
+    if not isinstance(name, str) or name not in FORMATS or name == "dense":
         raise InvalidInput(
             f"config is {arguments.shown(config)}; it must be {', '.join(x for x in FORMATS if x != 'dense')}, or a "
             "config with one of these as .format"
@@ -85,7 +85,8 @@ def wanted_format(config: Any, block: Any, keep: Any, scope: Any) -> WeightForma
         )
     if not blocked:
         return WeightFormat(name)
-    return WeightFormat(name, block_sides(block), arguments.number("keep", keep, 0, 1), scope)
+    known: Any = None if scope is None else arguments.one_of("scope", scope, SCOPES)
+    return WeightFormat(name, block_sides(block), arguments.number("keep", keep, 0, 1), known)
 
 
 def placeholder(weight: Tensor, form: WeightFormat) -> Any:

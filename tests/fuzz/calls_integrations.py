@@ -179,6 +179,7 @@ CALLS: dict[str, Call] = {
             selected.parallel_nsa, **operands(1, 200, 2, 16), block_indices=CHOSEN.transpose(0, 1)[None],
             block_counts=ints([[[1, 2]] * 200]), block_size=64,
         ),
+        {"block_counts": "int"},
     ),
     "build_k2q_csr": Call(
         function(

@@ -70,7 +70,7 @@ BLOCKS = {"block": "int sequence", "keep": "int"}
 
 CALLS: dict[str, Call] = {
     "prune": Call(_prune, {"reconstruct": "none"}, every=20),
-    "sparsify_": Call(_sparsify, {"config": "dict"}, every=10),
+    "sparsify_": Call(_sparsify, {"config": "dict", "card": "text"}, every=10),
     "densify_": Call(_densify, every=10),
     "save_model": Call(_save_model, {"directory": "text"}, 10, (OSError,)),
     "load_model": Call(_load_model, {"directory": "text", "device": "none text"}, 10, (OSError,)),
