@@ -68,6 +68,14 @@ def integer(name: str, value: Any, least: int = 0, most: int | None = None) -> i
     raise InvalidInput(f"{name} is {shown(value)}; it must be an int {right}")
 
 
+def power_of_two(name: str, value: Any, least: int, most: int) -> int:
+    """A plain int that is a power of two from `least` to `most`."""
+    found = integer(name, value, least, most)
+    if found & (found - 1):
+        raise InvalidInput(f"{name} is {found}; it must be a power of two from {least} to {most}")
+    return found
+
+
 def number(name: str, value: Any, least: float = -math.inf, most: float = math.inf) -> float:
     """A finite float from `least` to `most`. No NaN, no bool, no text, and no tensor: reading it would synchronise."""
     if type(value) is float and least <= value <= most and -math.inf < value < math.inf:

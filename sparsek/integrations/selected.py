@@ -24,7 +24,7 @@ from sparsek.attn.mask.token_lists import MOST, TokenLists
 from sparsek.attn.ops.attention import attention
 from sparsek.attn.ops.attention_varlen import attention_varlen
 from sparsek.attn.policies.selected import NSA, MoBAGate
-from sparsek.attn.policies.token import LONGEST, TokenGrid, compressed_mask, power_of_two
+from sparsek.attn.policies.token import LONGEST, TokenGrid, compressed_mask
 from sparsek.core import arguments
 from sparsek.core.arguments import INT32_MAX
 from sparsek.core.dtypes import FLOATS
@@ -165,7 +165,7 @@ def _fla_policy(count: Any, block: int) -> NSA:
     """The choice of fla: of compressed keys that are the blocks themselves."""
     if isinstance(count, Tensor):
         raise InvalidInput("block_counts is a tensor and block_indices None; pass an int, or the blocks too")
-    block = power_of_two("block_size", block, 4, LONGEST)
+    block = arguments.power_of_two("block_size", block, 4, LONGEST)
     return NSA(arguments.integer("block_counts", count, sum(ALWAYS)), block, ALWAYS, block, block)
 
 
@@ -566,7 +566,7 @@ def flash_moba_varlen_func(
             "flash_moba_varlen_func has no causal=False; choose chunks by their products with the means of k, and call "
             "sparsek.attention_varlen with TokenLists(..., causal=False)"
         )
-    block = power_of_two("moba_chunk_size", moba_chunk_size, 4, LONGEST)
+    block = arguments.power_of_two("moba_chunk_size", moba_chunk_size, 4, LONGEST)
     policy = MoBAGate(arguments.integer("moba_topk", moba_topk, 1), block)
     if not k.shape[1] or q.shape[1] % k.shape[1]:
         raise InvalidInput(f"q has {q.shape[1]} heads and k {k.shape[1]}; q needs a multiple")

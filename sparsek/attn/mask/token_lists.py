@@ -68,10 +68,7 @@ class TokenLists(MaskRule):
             raise InvalidInput(
                 f"indices is {list(self.indices.shape)}; it needs a batch item and a head: [B, heads, S, n]"
             )
-        block = arguments.integer("block", self.block, LEAST, MOST)
-        if block & (block - 1):
-            raise InvalidInput(f"block is {block}; it must be a power of two from {LEAST} to {MOST}")
-        object.__setattr__(self, "block", block)
+        object.__setattr__(self, "block", arguments.power_of_two("block", self.block, LEAST, MOST))
         if self.counts is not None:
             arguments.tensor("counts", self.counts, INTS, 3)
             arguments.one_device("indices are", self.indices.device, "counts", self.counts.device)

@@ -208,7 +208,7 @@ class TokenPolicy(MaskRule):
     def _check_fields(self) -> None:
         """Checks `block`, `topk` and `always`. A budget holds the blocks of `always`."""
         block: Any = self.block  # type: ignore[attr-defined]
-        object.__setattr__(self, "block", power_of_two("block", block, LEAST, LONGEST))
+        object.__setattr__(self, "block", arguments.power_of_two("block", block, LEAST, LONGEST))
         always = arguments.pair("always", self.always)  # type: ignore[attr-defined]
         object.__setattr__(self, "always", always)
         topk = arguments.integer("topk", self.topk, 1)  # type: ignore[attr-defined]
@@ -254,11 +254,3 @@ def mask_of(policy: TokenPolicy, q: Tensor, k: Tensor, scale: float | None, **op
     if not q.shape[0]:  # no batch item to choose for, and a mask has at least one
         return BlockMask.causal(q_len=q.shape[2], kv_len=k.shape[2], device=q.device)
     return policy.lists(q, k, scale=scale, **options).mask_for(q, k)
-
-
-def power_of_two(name: str, value: Any, least: int, most: int) -> int:
-    """A power of two from `least` to `most`."""
-    found = arguments.integer(name, value, least, most)
-    if found & (found - 1):
-        raise InvalidInput(f"{name} is {found}; it must be a power of two")
-    return found

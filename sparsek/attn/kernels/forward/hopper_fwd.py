@@ -382,7 +382,8 @@ class HopperAttention:
     def notes(self, p: AttentionProblem, c: Config) -> list[str]:
         found = []
         if c.pack > 1:
-            found.append(f"{c.pack} query heads share a tile, because they share a list and queries are few")
+            few = "a tile has few queries" if p.members else "queries are few"
+            found.append(f"{c.pack} query heads share a tile, because they share a list and {few}")
         if c.split:
             shape = self._shape(p, c)
             slots = 2 * tiling.extra_tiles(p, p.stored, shape)

@@ -9,13 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from sparsek.attn.mask.lists import ALIGNED
 from sparsek.core.arguments import INT32_MAX
+from sparsek.core.memory import carved
 from sparsek.engine.launch.launch import launch_unspecialized
 
 MOST = 4096  # entries of a list
@@ -61,14 +60,11 @@ def page_lists(indices: Tensor, counts: Tensor | None, block: int) -> Sequence[T
     if not heads * tokens * n or n > MOST or max(indices.numel(), *steps) > INT32_MAX:
         return None
     rows = heads * tokens
-    sizes = 1, rows, rows, rows, rows, indices.numel()
-    spans = [-(-size // ALIGNED) * ALIGNED for size in sizes]
-    base = torch.empty(sum(spans), dtype=torch.int32, device=indices.device)
-    made = [part[:size] for part, size in zip(base.split_with_sizes(spans), sizes, strict=True)]
+    _, made = carved([1, rows, rows, rows, rows, indices.numel()], indices.device)
     counted = counts is not None
     args = indices, counts if counted else indices, *made, tokens, n, INT32_MAX // block + 1, *steps
     each = triton.next_power_of_2(n)
     constants = counted, each
-    launch_unspecialized(_lists, base.device, rows, args, constants, min(max(each // 128, 1), 8))
+    launch_unspecialized(_lists, indices.device, rows, args, constants, min(max(each // 128, 1), 8))
     none, full_starts, full_counts, starts, many, entries = made
     return full_starts, full_counts, none, starts, many, entries

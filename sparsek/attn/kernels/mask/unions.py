@@ -36,7 +36,7 @@ _VARY = (
 
 
 @triton.jit
-def _joined(column, word, next_column, next_word):
+def join_bits(column, word, next_column, next_word):
     """The bits of the last column of two parts, which ascend."""
     return next_column, next_word | tl.where(column == next_column, word, 0)
 
@@ -56,7 +56,7 @@ def _interval(bounds, token, there, q_len, kv_len, q_offset, CAUSAL: tl.constexp
 
 
 @triton.jit
-def _wanted(here, part: tl.constexpr):
+def every_bit(here, part: tl.constexpr):
     """A word of bits of the `here` tokens that exist."""
     some = tl.minimum(tl.maximum(here - part * 32, 0), 32)
     return ((tl.full([], 1, tl.int64) << some.to(tl.int64)) - 1).to(tl.int32)
@@ -73,11 +73,11 @@ def _write(
     """
     WORDS: tl.constexpr = (TOKENS + 31) // 32
     lane = tl.arange(0, LANES)
-    whole = stored & whole & (first == _wanted(here, 0))
+    whole = stored & whole & (first == every_bit(here, 0))
     if WORDS > 1:
-        whole = whole & (second == _wanted(here, 1))
+        whole = whole & (second == every_bit(here, 1))
     if WORDS > 2:
-        whole = whole & (third == _wanted(here, 2)) & (fourth == _wanted(here, 3))
+        whole = whole & (third == every_bit(here, 2)) & (fourth == every_bit(here, 3))
     cut = stored & ~whole
     ranks = tl.cumsum(cut.to(tl.int32) | (whole.to(tl.int32) << 16), 0)
     n_cut, n_full = tl.sum(cut.to(tl.int32), axis=0), tl.sum(whole.to(tl.int32), axis=0)
@@ -176,13 +176,13 @@ def _sorted(
     here, from_key, to_key = _common(bounds, tile, q_len, kv_len, q_offset, CAUSAL, TOKENS)
     whole = stored & (column * BK >= from_key) & ((column + 1) * BK <= to_key)
     one = tl.where(real & bit, 1 << (at % 32), 0)
-    _, first = tl.associative_scan((column, tl.where(at // 32 == 0, one, 0)), 0, _joined)
+    _, first = tl.associative_scan((column, tl.where(at // 32 == 0, one, 0)), 0, join_bits)
     second, third, fourth = first, first, first
     if WORDS > 1:
-        _, second = tl.associative_scan((column, tl.where(at // 32 == 1, one, 0)), 0, _joined)
+        _, second = tl.associative_scan((column, tl.where(at // 32 == 1, one, 0)), 0, join_bits)
     if WORDS > 2:
-        _, third = tl.associative_scan((column, tl.where(at // 32 == 2, one, 0)), 0, _joined)
-        _, fourth = tl.associative_scan((column, tl.where(at // 32 == 3, one, 0)), 0, _joined)
+        _, third = tl.associative_scan((column, tl.where(at // 32 == 2, one, 0)), 0, join_bits)
+        _, fourth = tl.associative_scan((column, tl.where(at // 32 == 3, one, 0)), 0, join_bits)
     _write(
         cut_starts, cut_counts, starts, full_counts, entries, lo_of, hi_of, rules, bounds, row, tile, group, capacity,
         q_len, kv_len, q_offset, here, column, stored, whole, first, second, third, fourth, CAUSAL, TOKENS, BK, CELLS,

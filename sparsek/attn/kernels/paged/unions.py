@@ -15,13 +15,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sparsek.attn.kernels.mask.unions import every_bit, join_bits
 from sparsek.attn.kernels.paged.schedule import FIELDS
 from sparsek.attn.mask.pages import PageLists
 from sparsek.core.memory import carved
 from sparsek.engine.launch.launch import launch_unspecialized
 
 MOST = 4096  # candidates of a tile
-WORD = tl.constexpr(32)  # bits
 JOINED = tl.constexpr(6)  # the field of a record that is its row in the joined lists
 _NONE = tl.constexpr(2**31 - 1)
 _NUMBERS = ("p_size", "f_size", "list_rows", "longest", "room", "tiles")
@@ -32,9 +32,11 @@ _POINTERS = (
 
 
 @triton.jit
-def _either(block, word, next_block, next_word):
-    """The bits of the last block of two parts, which ascend."""
-    return next_block, next_word | tl.where(block == next_block, word, 0)
+def _word(block, query, part: tl.constexpr):
+    """Of candidates in ascending order, word `part` of the queries that list their block: whole at its last one."""
+    one = tl.where(query // 32 == part, 1 << (query % 32), 0)
+    _, word = tl.associative_scan((block, one), 0, join_bits)
+    return word
 
 
 @triton.jit(do_not_specialize=_NUMBERS, do_not_specialize_on_alignment=_POINTERS)
@@ -45,7 +47,7 @@ def _join(
 ):  # fmt: skip
     """EACH: entries of a query, at least `longest`. Rows of tiles that do not exist have no blocks."""
     CELLS: tl.constexpr = QUERIES * EACH
-    WORDS: tl.constexpr = (QUERIES + WORD - 1) // WORD
+    WORDS: tl.constexpr = (QUERIES + 31) // 32
     tile = tl.program_id(0) % tiles
     head = tl.program_id(0) // tiles
     row = tl.program_id(0).to(tl.int64)
@@ -83,10 +85,7 @@ def _join(
         seen = tl.minimum(length, tl.maximum(place + 1, 0))
     every = last & ((block + 1).to(tl.int64) * BK <= seen)
     for part in tl.static_range(WORDS):
-        here = tl.minimum(tl.maximum(queries - part * WORD, 0), WORD)
-        wanted = ((tl.full([], 1, tl.int64) << here.to(tl.int64)) - 1).to(tl.int32)
-        _, word = tl.associative_scan((block, tl.where(at // WORD == part, 1 << (at % WORD), 0)), 0, _either)
-        every = every & (word == wanted)
+        every = every & (_word(block, at, part) == every_bit(queries, part))
     some = last & ~every
     n_some, n_every = tl.sum(some.to(tl.int32), axis=0), tl.sum(every.to(tl.int32), axis=0)
     rank = tl.where(some, tl.cumsum(some.to(tl.int32), 0), n_some + tl.cumsum(every.to(tl.int32), 0)) - 1
@@ -95,8 +94,7 @@ def _join(
     there = last & (rank < room)
     tl.store(blocks + to, block, mask=there)
     for part in tl.static_range(WORDS):
-        _, word = tl.associative_scan((block, tl.where(at // WORD == part, 1 << (at % WORD), 0)), 0, _either)
-        tl.store(words + to * WORDS + part, word, mask=there)
+        tl.store(words + to * WORDS + part, _word(block, at, part), mask=there)
     tl.store(starts + row, start.to(tl.int32))
     tl.store(counts + row, n_some)
     tl.store(whole_starts + row, (start + n_some).to(tl.int32))
