@@ -129,7 +129,7 @@ def join(
     _, (starts, counts, whole_starts, whole_counts, blocks, bits) = carved(
         [rows, rows, rows, rows, max(1, rows * room), max(1, rows * room * words)], device
     )
-    given = [records if x.numel() == 0 else x for x in lists.tensors]
+    given = [records if x.numel() == 0 else x for x in (*lists.partial, *lists.full)]
     args = (
         records, count, *given, starts, counts, whole_starts, whole_counts, blocks, bits,
         lists.partial.indices.numel(), lists.full.indices.numel(), lists.tiles, longest, room, tiles,

@@ -204,13 +204,16 @@ def test_every_rule_at_once() -> None:
     "case", sampled([((16, 1), 128), ((16, 2), 64), ((8, 2), 64), ((6, 3), 64)], 1), ids=str
 )
 def test_lists_of_single_queries_are_joined(case: tuple[tuple[int, int], int]) -> None:
+    """Also lists without full blocks, as `from_indices` makes them: full and partial entries differ in number."""
     heads, block = case
     lengths = ((37, 400), (0, 9), (3, 300), (1, 130))
-    lists = ListForm((1, block), most=3 if heads[0] > 6 else 1, full=True)
-    made = PagedCase(
-        "joined", lengths, heads=heads, page=64, form="pair", lists=lists, sink_logits=True
-    ).make()
-    for c in sampled(list(KERNEL.configs(paged_problem(made, H200))), 1, of=case):
-        run = PagedRun(KERNEL, made, c, "wide", H200)
-        run.run()
-        run.check(str(case), expected_attention_paged(made))
+    most = 3 if heads[0] > 6 else 1
+    for full in (False, True):
+        lists = ListForm((1, block), most=most, full=full)
+        made = PagedCase(
+            "joined", lengths, heads=heads, page=64, form="pair", lists=lists, sink_logits=True
+        ).make()
+        for c in sampled(list(KERNEL.configs(paged_problem(made, H200))), 1, of=case):
+            run = PagedRun(KERNEL, made, c, "wide", H200)
+            run.run()
+            run.check(str(case), expected_attention_paged(made))
