@@ -22,11 +22,10 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+import sparsek as sk
 from sparsek.core import dtypes
 from sparsek.core.errors import InvalidInput, SparseKError, first_line
 from sparsek.core.memory import out_of_memory, peak_bytes
-from sparsek.products.formats.bsr import BSR
-from sparsek.products.formats.random import random_bsr
 from sparsek.testing.budget import FACTOR, FLOOR, error
 
 Status = Literal["works", "wrong", "error", "crash", "costly", "warns", "refuses", "skipped"]
@@ -186,16 +185,16 @@ def matrices(case: Case, device: torch.device) -> Operands:
     """
     m, k, n = case.sizes
     dtype = case.dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)
-    a = random_bsr(m, k, case.block, 0.25, dtype=dtype, device=device, seed=1)
-    a2 = BSR.unchecked(a.pattern, a.values.flip(0).contiguous())
+    a = sk.random_bsr(m, k, case.block, 0.25, dtype=dtype, device=device, seed=1)
+    a2 = sk.BSR.unchecked(a.pattern, a.values.flip(0).contiguous())
     bm, bk = case.block
-    c = random_bsr(k, m, (bk, bm), 0.25, dtype=dtype, device=device, seed=2)
+    c = sk.random_bsr(k, m, (bk, bm), 0.25, dtype=dtype, device=device, seed=2)
     draw = torch.Generator(device).manual_seed(3)
 
     def random(*shape: int) -> Tensor:
         return torch.randn(shape, generator=draw, dtype=dtype, device=device)
 
-    stored = BSR.unchecked(a.pattern, torch.ones_like(a.values)).to_dense() != 0
+    stored = sk.BSR.unchecked(a.pattern, torch.ones_like(a.values)).to_dense() != 0
     return Operands(a, a2, c, random(k, n), random(m, n), random(n, m), random(3, k, n), stored)
 
 
@@ -291,12 +290,12 @@ def _judged(got: Measured, case: Case, dense: Operands, factor: float) -> Answer
 def _as_dense(result: Any) -> Tensor | None:
     if result is None:
         return None
-    if isinstance(result, BSR) or result.layout != torch.strided:
+    if isinstance(result, sk.BSR) or result.layout != torch.strided:
         result = result.to_dense()
     return result.detach()
 
 
-def _to_torch(a: BSR) -> Tensor:
+def _to_torch(a: sk.BSR) -> Tensor:
     """torch.sparse_bsr, or dense if a side is ragged: torch has no BSR for that."""
     ragged = any(side % step for side, step in zip(a.shape, a.block, strict=True))
     return a.to_dense() if ragged else a.to_torch()

@@ -16,7 +16,6 @@ from benchmarks.whole_models.models import Model
 from examples.prune_and_repair import distill, ruled
 from sparsek.core.clock import time_rounds
 from sparsek.models.stream import stacks_of
-from sparsek.nn.replace import is_linear
 
 FORMS = ("blocks of 32", "blocks of 64", "blocks of 128", "2:4", "unstructured")
 KEEPS = (0.5, 0.25, 0.75, 0.9)
@@ -126,7 +125,7 @@ def drop(model: nn.Module, keep: float, calibration: list[dict[str, Tensor]] | N
     """
     for stack in stacks_of(model):
         for block in stack.blocks.values():
-            layers = [each for each in block.modules() if is_linear(each)]
+            layers = [each for each in block.modules() if isinstance(each, nn.Linear)]
             norms = {}
             if calibration is not None:
                 norms = squares(model, layers, calibration)

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+import sparsek as sk
 from sparsek.core.clock import Times, wall_rounds
 from sparsek.core.errors import InvalidInput
 from sparsek.models.config import BlockSparse
 from sparsek.models.report import ModelReport
 from sparsek.models.sparsify import densify_, sparsify_
-from sparsek.nn.linear import BlockSparseLinear
 from sparsek.products.formats.pattern import grid_of
 from sparsek.testing.budget import Gate
 from sparsek_bench.engine import options
@@ -275,14 +275,16 @@ class PatternStepsCase(ModelCase):
             compute = lambda model: self.result(model, ids)  # noqa: E731
         else:
             given = self.block, self.density
-            layer = BlockSparseLinear.random(self.width, self.width, *given, dtype=self.drawn, device=device)
+            layer = sk.nn.BlockSparseLinear.random(
+                self.width, self.width, *given, dtype=self.drawn, device=device
+            )
             model = nn.Sequential(layer)
             x = torch.randn(self.sequences * self.tokens, self.width, device=device, dtype=self.drawn)
             loss = lambda: model(x).square().mean()  # noqa: E731
             compute = torch.no_grad()(lambda model: model(x.to(next(model.parameters()).dtype)))
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
         step = training_step(model, loss, optimizer)
-        layers = [each for each in model.modules() if isinstance(each, BlockSparseLinear)]
+        layers = [each for each in model.modules() if isinstance(each, sk.nn.BlockSparseLinear)]
         generator = torch.Generator(device).manual_seed(3)
         step()
         masks = [[self.mask(layer, generator) for layer in layers] for _ in range(4)]
@@ -312,7 +314,7 @@ class PatternStepsCase(ModelCase):
         return Outcome(self, (record_of(self, plan, spread, gate, device, seen, **more, ran=ran),), {}, {})
 
     @staticmethod
-    def mask(layer: BlockSparseLinear, generator: torch.Generator) -> Tensor:
+    def mask(layer: sk.nn.BlockSparseLinear, generator: torch.Generator) -> Tensor:
         """As many random blocks in each row as the layer has now, on average."""
         sides = grid_of((layer.out_features, layer.in_features), layer.block)
         each = layer.weight.nnzb // sides[0]
