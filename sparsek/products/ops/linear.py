@@ -89,7 +89,7 @@ def linear(
     """
     if kernel is not None:
         arguments.encodable("kernel", kernel)
-    slot = recorded_calls.UNBOUND
+    slot = None
     # Under torch.compile no call is recorded, and none of this is traced.
     if (
         not _compiling()
@@ -104,7 +104,7 @@ def linear(
         if slot.__class__ is not Slot:
             return slot
     call = LinearCall(x, W, bias, activation, residual, kernel, dtype, slot)
-    return route(call, slot)
+    return route(call, slot or recorded_calls.UNBOUND)
 
 
 @dataclass(slots=True, eq=False)
@@ -118,7 +118,7 @@ class LinearCall:
     residual: Tensor | None = None
     kernel: str | None = None
     dtype: torch.dtype | None = None
-    slot: Slot = recorded_calls.UNBOUND
+    slot: Slot | None = None  # of the recorded call; Dynamo of torch 2.11 cannot pass one on
 
     def check(self) -> None:
         """InvalidInput for operands that do not fit together."""
@@ -130,9 +130,8 @@ class LinearCall:
         Leading dims that do not join are copied here: a copy is no operand of the recorded call.
         """
         epilogue = Epilogue(bias=self.bias, activation=activation, other=other)
-        return self.seen(
-            multiply(Product.layer(self.x, self.w, epilogue, self.dtype), self.kernel, self.slot)
-        )
+        call = Product.layer(self.x, self.w, epilogue, self.dtype)
+        return self.seen(multiply(call, self.kernel, self.slot or recorded_calls.UNBOUND))
 
     def seen(self, y: Tensor) -> Tensor:
         """The result [T, N] with the leading dims of x."""
@@ -173,7 +172,7 @@ class LinearCall:
 
     def with_slope(self) -> tuple[Tensor, Tensor]:
         """act(z) [..., N] and act'(z) [T, N] of z = x @ w.T + bias, by one kernel; no gradient."""
-        x, w, bias, slot = self.x, self.w, self.bias, self.slot
+        x, w, bias, slot = self.x, self.w, self.bias, self.slot or recorded_calls.UNBOUND
 
         def run() -> tuple[Tensor, Tensor]:
             self.check()
