@@ -298,7 +298,6 @@ LISTS = tuple(
     for heads in ("all", "kv", "q")
     for full in (False, True)
 )
-OF_TILES = tuple(lists for lists in LISTS if lists.block[0] > 1)
 CHOICES: dict[str, Sequence[Any]] = {
     "heads": ((2, 2), (4, 1), (8, 2), (6, 2), (16, 1)), "dims": ((64, 64), (96, 96), (128, 128), (256, 256)),
     "page": (16, 32, 64, 128, 256), "dtype": ("bf16", "fp16"), "kv_dtype": ("",), "scale_per": ("", "tensor", "head"),

@@ -21,7 +21,7 @@ from sparsek.core.device import H200
 from sparsek.testing.paged_budget import expected_attention_paged
 from tests.attn.kernels.forward.hopper_fwd_interpreted import Box, read
 from tests.attn.kernels.paged.calls import PagedRun, check_beyond_windows, check_cleared, paged_problem
-from tests.attn.paged_cases import OF_TILES, ListForm, PagedCase, drawn_case
+from tests.attn.paged_cases import LISTS, ListForm, PagedCase, drawn_case
 from tests.sampling import sampled
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -165,7 +165,7 @@ def hold(case: PagedCase, seed: int, form: str = "wide") -> None:
 @settings(max_examples=3, deadline=None)
 @given(st.integers(0, 2**31 - 1), st.sampled_from(("contiguous", "wide", "odd")))
 def test_drawn_batches(seed: int, form: str) -> None:
-    hold(drawn_case(seed, queries=300, keys=200, lists=[None, None, None, *OF_TILES[::6]]), seed, form)
+    hold(drawn_case(seed, queries=300, keys=200, lists=[None, None, None, *LISTS[::5]]), seed, form)
 
 
 def test_pages_that_no_window_reaches_may_hold_nan() -> None:

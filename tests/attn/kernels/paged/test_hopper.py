@@ -15,7 +15,7 @@ from sparsek.core.device import H200
 from sparsek.engine.table import load
 from sparsek.testing.paged_budget import expected_attention_paged
 from tests.attn.kernels.paged.calls import PagedRun, check_alone, check_beyond_windows, paged_problem
-from tests.attn.paged_cases import ALIGNED, OF_TILES, ListForm, PagedCase, drawn_case, drawn_lengths
+from tests.attn.paged_cases import ALIGNED, LISTS, ListForm, PagedCase, drawn_case, drawn_lengths
 from tests.engine.launch.covering import covering, once
 from tests.engine.launch.drawn import fresh
 from tests.sampling import EVERY, SEED, sampled
@@ -47,6 +47,7 @@ RULES: dict[str, dict[str, Any]] = {
     "sinks": {"window": 500, "sinks": 9},
     "lists": {"list_heads": 8, "list_block": (128, 128), "listed": 20},
     "small lists": {"list_heads": 32, "list_block": (64, 64), "listed": 20, "causal": False},
+    "lists of queries": {"list_heads": 8, "list_block": (1, 128), "listed": 16},
 }
 
 PROBLEMS = [
@@ -100,8 +101,9 @@ def check_code(c: Config, dtype: str, code: Code) -> None:
     plain = [loop for loop in code.loops if not loop.loads]
     assert len(plain) == (0 if c.lists else 2 * c.groups), where
     assert code.stack <= STACK, where
-    assert code.spills <= SPILLS, where
-    assert all(loop.local == 0 for loop in code.loops), f"a step spills: {where}"
+    passes_over_wide = c.members > 0 and c.v_dim > 128
+    assert code.spills <= SPILLS * (1 + passes_over_wide), where
+    assert all(loop.local <= 8 * passes_over_wide for loop in code.loops), f"a step spills: {where}"
 
 
 @pytest.mark.parametrize(("c", "dtype"), sampled([(FULLEST, "bf16"), *sampled(CASES, 3)], 1), ids=str)
@@ -113,7 +115,9 @@ def test_all_the_planners_configs_fit() -> None:
     for c in CONFIGS:
         assert c.ctas_per_sm * (c.smem_bytes + 320 + 1024) <= SMEM_PER_SM, "320: what Triton adds at most"
         assert c.stages >= 2
-        assert not c.lists or (c.list_block[0] % c.positions == 0 == c.list_block[1] % c.keys)
+        if c.lists:
+            assert c.members or c.list_block[0] % c.positions == 0
+            assert c.list_block[1] % c.keys == 0
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -161,6 +165,29 @@ SEVERAL = ((300, 300), (77, 1000))
 
 LISTED = ((300, 900), (100, 2000))
 
+
+def of_queries(
+    heads: tuple[int, int], page: int, bk: int, *lengths: tuple[int, int], **more: Any
+) -> PagedCase:
+    """Every query has its own list, of blocks of `bk` keys."""
+    form = ListForm((1, bk), "all" if more.pop("shared_lists", False) else "kv", 16, more.pop("full", False))
+    return batch(*lengths, heads=heads, page=page, lists=form, **more)
+
+
+OF_QUERIES = {
+    "one request": of_queries((64, 4), 128, 128, (1, 4000), loose=False),
+    "5 requests": of_queries((16, 2), 64, 64, (1, 3000), (1, 70), (1, 0), (1, 2000), (1, 64)),
+    "128 requests": of_queries((64, 4), 128, 128, *[(1, 1 + 37 * i % 2300) for i in range(128)]),
+    "prefill": of_queries((64, 4), 128, 128, (700, 700), loose=False),
+    "prefill behind keys": of_queries((16, 1), 16, 64, (300, 1900), (64, 900), tail=9),
+    "groups of 8": of_queries((16, 2), 128, 128, *LISTED, full=True),
+    "groups of 4": of_queries((8, 2), 64, 128, *LISTED),
+    "groups of 1": of_queries((2, 2), 16, 128, *LISTED),
+    "steps of half a block": of_queries((12, 2), 64, 256, *LISTED, dims=(256, 256)),
+    "one list for all heads": of_queries((8, 2), 128, 128, *LISTED, shared_lists=True, sink_logits=True),
+    "not causal": of_queries((16, 2), 128, 64, *LISTED, causal=False, softcap=5.0, full=True),
+}
+
 EDGES = {
     "one tile": batch((128, 128), heads=(1, 1), loose=False),
     "keys end in a box": batch((5, 70), (1, 129), heads=(1, 1)),
@@ -178,6 +205,7 @@ EDGES = {
     **{f"heads of {n}": batch(*SEVERAL, dims=(n, n)) for n in (64, 96, 256)},
     **{f"lists, {of}": batch(*LISTED, lists=ListForm((128, 128), of, 10, True)) for of in ("all", "kv", "q")},
     "small blocks": batch(*LISTED, lists=ListForm((64, 64), "kv", 20, True), page=16, causal=False),
+    **{f"lists of queries, {name}": case for name, case in OF_QUERIES.items()},
 }
 
 
@@ -215,7 +243,7 @@ def drawn_kinds() -> list[tuple[PagedCase, Any]]:
             ("heads", case.heads),
         )
 
-    cases = [drawn_case(SEED + i, lists=[None, None, None, *OF_TILES]) for i in range(200)]
+    cases = [drawn_case(SEED + i, lists=[None, None, None, *LISTS]) for i in range(200)]
     kinds = [(case, c) for case in cases for c in KERNEL.configs(without_tensors(case))]
     return covering(kinds, choices, 1)
 
