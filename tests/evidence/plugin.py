@@ -224,7 +224,8 @@ class Recorder:
             self.skipped[nodeid] = f"file: {reason}"
 
     def _keep_failure(self, test: str, when: str, seconds: float, text: str) -> None:
-        text = text.replace(f"{ROOT}{os.sep}", "").replace(str(Path.home()), "~")  # no paths of one machine
+        for folder in (str(ROOT), sys.prefix, sys.base_prefix, str(Path.home())):  # no paths of one machine
+            text = text.replace(f"{folder}{os.sep}", "")
         kept = text[-LETTERS:] if len(self.failed) < FAILURES_WITH_TEXT else ""
         self.failed.append({"test": test, "when": when, "seconds": round(seconds, 2), "text": kept})
 
