@@ -1,6 +1,8 @@
 """Which CTA takes which key tile, whom it visits, and whose dQ is added when."""
 
+import math
 from collections import defaultdict
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,7 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sparsek.attn.mask.mask import BlockMask
-from sparsek.attn.plan.attention_grad_schedule import FULL, NO_TICKET, GradSchedule, schedule
+from sparsek.attn.plan.attention_grad_schedule import (
+    FULL,
+    NO_TICKET,
+    GradSchedule,
+    TileParts,
+    schedule,
+    tile_parts,
+)
 from sparsek.attn.plan.problems import AttentionProblem
 from sparsek.core.device import H200
 from tests.attn.attention_cases import ATTENTION_CASES, random_bits
@@ -18,13 +27,15 @@ from tests.plan.test_attention_schedule import bounded
 
 def same(found: GradSchedule, wanted: GradSchedule) -> None:
     """The visits that exist, and everything else, of two schedules are equal."""
-    assert torch.equal(found.tiles, wanted.tiles)
     assert torch.equal(found.starts, wanted.starts)
+    assert torch.equal(found.tiles[: len(wanted.tiles)], wanted.tiles)
+    assert torch.equal(found.lengths, wanted.lengths)
+    assert len(found.tiles) == len(wanted.tiles) or wanted.parts > 1
     assert found.visits.shape == wanted.visits.shape
     there = int(wanted.tiles[:, 6].sum())
     assert torch.equal(found.visits[:there], wanted.visits[:there])
-    assert (found.ctas, found.rows) == (wanted.ctas, wanted.rows)
-    assert all(x.dtype == torch.int32 for x in found[:3])
+    assert (found.ctas, found.rows, found.parts) == (wanted.ctas, wanted.rows, wanted.parts)
+    assert all(x.dtype == torch.int32 for x in (*found[:3], found.lengths))
 
 
 def problem(mask: BlockMask, batch: int, q_heads: int, kv_heads: int) -> AttentionProblem:
@@ -66,8 +77,11 @@ def wanted(mask: BlockMask, batch: int, q_heads: int) -> set[tuple[int, ...]]:
     return found
 
 
-def check(mask: BlockMask, batch: int, q_heads: int, kv_heads: int, ctas: int) -> GradSchedule:
-    made = schedule(problem(mask, batch, q_heads, kv_heads), mask, ctas)
+def check(
+    mask: BlockMask, batch: int, q_heads: int, kv_heads: int, ctas: int, cut: TileParts | None = None
+) -> GradSchedule:
+    p = problem(mask, batch, q_heads, kv_heads)
+    made = schedule(p, mask, ctas, cut=cut)
     found = visits_of(made, mask.block[0])
     listed = [visit[:5] for own in found for visit in own]
     assert len(listed) == len(set(listed))
@@ -78,7 +92,25 @@ def check(mask: BlockMask, batch: int, q_heads: int, kv_heads: int, ctas: int) -
             tickets[b, head, pos].append(ticket)
     assert all(sorted(each) == list(range(len(each))) for each in tickets.values())
     assert ends(found), "CTAs wait for each other in a circle"
+    if cut is not None:
+        holds_parts(made, p, cut)
     return made
+
+
+def holds_parts(made: GradSchedule, p: AttentionProblem, cut: TileParts) -> None:
+    """Every part with visits is there once, and has those of its heads and range only."""
+    parts, columns, visits = cut.count(p), p.grid[1], made.visits.tolist()
+    assert (made.parts, len(made.lengths)) == (parts, p.batch * p.kv_heads * parts * columns)
+    numbers = sorted(made.tiles[:, 7].tolist())
+    assert parts == 1 or numbers == made.lengths.nonzero().flatten().tolist()
+    for b, g, key, first, _, _, steps, number in made.tiles.tolist():
+        part = number // columns % parts
+        assert number == ((b * p.kv_heads + g) * parts + part) * columns + key // p.block[1]
+        of_part = visits[first : first + int(made.lengths[number])]
+        assert steps - len(of_part) in (0, 1)
+        for pos, head, *_ in of_part:
+            assert head // cut.heads == (g * parts + part) // cut.ranges
+            assert cut.ranges == 1 or pos // p.block[0] // cut.tiles(p) == part % cut.ranges
 
 
 def ends(found: list[list[tuple[int, ...]]]) -> bool:
@@ -117,9 +149,17 @@ def drawn(draw: st.DrawFn, lists_of_kv: bool = False) -> tuple[BlockMask, int, i
 
 
 @settings(max_examples=25, deadline=None)
-@given(drawn(), st.integers(1, 140))
-def test_drawn_masks(of: tuple[BlockMask, int, int, int], ctas: int) -> None:
-    check(*of, ctas)
+@given(drawn(), st.integers(1, 140), st.sampled_from(((0, 1), (1, 1), (1, 2), (1, 3), (2, 1))))
+def test_drawn_masks(of: tuple[BlockMask, int, int, int], ctas: int, cut: tuple[int, int]) -> None:
+    """Of whole tiles, or cut into parts."""
+    check(*of, ctas, cut_for(of, cut))
+
+
+def cut_for(of: tuple[BlockMask, int, int, int], cut: tuple[int, int]) -> TileParts | None:
+    """Parts of heads that divide the group, and of no more ranges than there are query tiles."""
+    mask, _, q_heads, kv_heads = of
+    heads, tiles = math.gcd(cut[0], q_heads // kv_heads), mask.grid[0]
+    return TileParts(heads, -(-tiles // -(-tiles // min(cut[1], tiles)))) if cut[0] else None
 
 
 def test_bounds_that_are_too_large_change_nothing() -> None:
@@ -184,3 +224,38 @@ def test_other_masks_are_taken_head_by_head(make: Any) -> None:
     mask = make()
     p = problem(mask, 1, 16, 16)
     assert torch.equal(schedule(p, mask, 132).tiles, schedule(p, mask, 132, ordered=False).tiles)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "heads", "groups", "wanted"),
+    [(8192, 64, 4, 8), (32768, 64, 4, 8), (32768, 16, 4, 2), (8192, 64, 64, 1), (300, 16, 1, 4)],
+)
+def test_members_whose_rows_do_not_fit_in_l2_have_parts(
+    tokens: int, heads: int, groups: int, wanted: int
+) -> None:
+    """The parts of H200; and a tile that every query sees is no longer than the share of a CTA."""
+    pack = heads // groups
+    mask, (tiles, columns) = (
+        BlockMask.causal(tokens, block=128),
+        (-(-tokens * pack // 128), -(-tokens // 128)),
+    )
+    p = replace(
+        problem(mask, 1, groups, groups),
+        q_len=tokens * pack, members=pack, exact=False, stored=groups * tiles * min(columns, 128), mask_heads=groups,
+        longest=min(columns, 16 * 128 // pack),
+    )  # fmt: skip
+    cut = tile_parts(p, 132)
+    assert cut.count(p) == wanted
+    assert cut.ranges * cut.tiles(p) >= tiles > (cut.ranges - 1) * cut.tiles(p)
+    assert tile_parts(replace(p, members=0), 132) == (p.group, 1)
+
+
+def test_a_tile_that_every_token_sees_is_spread_over_ctas() -> None:
+    """Sinks of one head are in every query tile's list; as one tile they take twice the time of all others."""
+    rows = torch.zeros(1, 1, 256, 64, dtype=torch.bool)
+    rows[..., 0] = True
+    rows |= torch.rand(rows.shape, generator=torch.Generator().manual_seed(1)) < 0.05
+    mask = BlockMask.from_block_map(rows, q_len=256 * 128, kv_len=64 * 128)
+    p = problem(mask, 1, 1, 1)
+    assert schedule(p, mask, 16).imbalance() > 1.5
+    assert schedule(p, mask, 16, cut=TileParts(1, 8)).imbalance() < 1.1

@@ -9,6 +9,11 @@ matter and no head fits in L2, all CTAs start at the same rows, to share their r
 Where the visits of one query tile are all of neighbouring key tiles, as in a window, CTAs that take these together wait
 for each other's additions. `band_sections` then makes larger sections, whose heads take each column in turn.
 
+A key tile may be cut into parts (`tile_parts`). Each has the visits of some of the group's heads, or of a range of
+query tiles of one head, and sums dK and dV of its own. Parts are assigned as key tiles of more heads are. So those of
+the same heads and range share a section, whose queries and dQ fit in L2 where those of a whole group do not. A tile
+that every query sees, such as a sink, is spread over many CTAs. Parts without a visit are left out.
+
 A query tile's dQ is a sum over visits of many CTAs. For reproducible bits it is added in the order of that clock.
 Each CTA processes its visits in the same order, so no wait can deadlock while all CTAs run.
 
@@ -19,6 +24,7 @@ same on a GPU.
 from __future__ import annotations
 
 import heapq
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -35,6 +41,8 @@ NO_TICKET = -1
 TILE_TICKS = 2  # begin and end of a tile, in visits
 SECTION = 0.4  # of L2, for what the CTAs of a section read and add to
 BAND = 0.7  # of L2, for the rows in use where the heads of a section take each column in turn
+SHORTEST = 8  # visits of a part of a tile that every query sees
+ROOM = 1 << 27  # bytes of the sums of parts, at least
 GOLDEN_BITS = 16
 GOLDEN = 25033  # 2^16 times the golden section of a list, between the starts of two CTAs: no two of many come close
 
@@ -43,9 +51,11 @@ class GradSchedule(NamedTuple):
     """CTA p computes tiles starts[p] to starts[p + 1] - 1.
 
     `tiles` int32 [tiles, TILE_FIELDS]: batch item, head of keys, first key, first visit, pairs of steps that hold all
-    visits of partial blocks, pairs of steps, visits. Visits of partial blocks come first. `visits` int32 [capacity,
-    VISIT_FIELDS]: first query, query head, entry of the mask's partial list or FULL, ticket. Query rows are padded to
-    `rows`; if a visit is one step, the last 64 stand for absent visits.
+    visits of partial blocks, pairs of steps, visits, number of the tile or part. Visits of partial blocks come first.
+    `visits` int32 [capacity, VISIT_FIELDS]: first query, query head, entry of the mask's partial list or FULL, ticket.
+    Query rows are padded to `rows`; if a visit is one step, the last 64 stand for absent visits. Where each tile is cut
+    into `parts`, part i of key block j of head g of item b has number ((b * kv_heads + g) * parts + i) * columns + j,
+    and `lengths`, int32 by number, has its visits; of `tiles` only the first starts[ctas] are there.
     """
 
     tiles: Tensor
@@ -53,6 +63,8 @@ class GradSchedule(NamedTuple):
     visits: Tensor
     ctas: int
     rows: int
+    lengths: Tensor
+    parts: int = 1
 
     def imbalance(self) -> float:
         """Ticks of the fullest CTA over the mean. Syncs."""
@@ -72,6 +84,55 @@ class KeyBlockLists(NamedTuple):
     edges: Tensor
     tile: Tensor
     entry: Tensor
+
+
+class TileParts(NamedTuple):
+    """How key tiles are cut: a part has `heads` query heads of the group, and one of `ranges` of query tiles."""
+
+    heads: int
+    ranges: int
+
+    def count(self, p: AttentionProblem) -> int:
+        return p.group // self.heads * self.ranges
+
+    def tiles(self, p: AttentionProblem) -> int:
+        """Query tiles of a range; the last may have fewer."""
+        return -(-p.grid[0] // self.ranges) if self.ranges > 1 else max(1, p.grid[0])
+
+    def of(self, p: AttentionProblem) -> AttentionProblem:
+        """The problem whose heads of keys have one part each."""
+        heads = p.kv_heads * self.count(p)
+        length = self.tiles(p) * p.block[0] if self.ranges > 1 else p.q_len
+        return replace(p, q_heads=heads * self.heads, kv_heads=heads, q_len=length)
+
+
+def tile_parts(p: AttentionProblem, ctas: int) -> TileParts:
+    """The parts of key tiles: one, but more in a mask by members.
+
+    There a group is one packed head or few, and its rows may be far more than fit in L2. Its tokens' lists have sinks.
+    The bounds of its sizes, up to a list for every token, are no guide to how many blocks the tiles have. The parts are
+    so many that the rows of CTAs that run together fit in L2. A part of a tile that every query sees is at most half a
+    CTA's share, if tiles have as many blocks as a token may. It has at least SHORTEST visits. There are no more float32
+    sums of keys than of queries, or than ROOM bytes.
+    """
+    tiles, columns = p.grid
+    heads, visits = max(1, p.batch * p.kv_heads), p.group * tiles
+    if not (p.members and visits and columns):
+        return TileParts(p.group, 1)
+    together = -(-19 * ctas // (10 * columns))  # heads of a section at least, as in `sections`
+    in_l2 = -(-visits * together // max(1, band_room(replace(p, kv_heads=p.q_heads))))
+    least = p.visited if p.exact else heads * visits * max(1, p.longest * p.members // p.block[0])
+    even = -(-2 * ctas * visits // max(1, least))
+    one = 4 * p.batch * p.kv_heads * columns * p.block[1] * (p.dim + p.v_dim)  # bytes of sums of all keys
+    room = max(ROOM, 4 * p.batch * p.q_heads * p.q_len * p.dim) // one
+    most = max(1, min(max(in_l2, even), room, visits // SHORTEST))
+    if most <= p.group:
+        of_part = max(
+            each for each in range(1, p.group + 1) if p.group % each == 0 and p.group // each >= most
+        )
+        return TileParts(of_part, 1)
+    ranges = min(-(-most // p.group), tiles)
+    return TileParts(1, -(-tiles // -(-tiles // ranges)))
 
 
 def padded_rows(p: AttentionProblem) -> int:
@@ -126,17 +187,29 @@ def deal(ticks: Tensor, ctas: int) -> tuple[Tensor, Tensor]:
     return made[:, 0], made[:, 1]
 
 
-def schedule(p: AttentionProblem, mask: BlockMask, ctas: int, *, ordered: bool = True) -> GradSchedule:
-    """The key tiles and visits of `mask` for `p`. Without `ordered` no visit has a ticket. Syncs on a GPU."""
-    device, (tiles, columns), group = mask.device, mask.grid, p.group
+def schedule(
+    p: AttentionProblem, mask: BlockMask, ctas: int, *, ordered: bool = True, cut: TileParts | None = None
+) -> GradSchedule:
+    """The key tiles and visits of `mask` for `p`, whose tiles are whole or `cut`. Without `ordered` no visit has a
+    ticket. Syncs on a GPU.
+    """
+    device, (tiles, columns), rows = mask.device, mask.grid, padded_rows(p)
+    cut = cut or TileParts(p.group, 1)
+    group, ranges, parts, q_heads, visited = cut.heads, cut.ranges, cut.count(p), p.q_heads, p.visited
+    p = cut.of(p)
     single = p.block[0] == 64
-    listed = by_key_block(mask)
-    lists = _lists_of(p, mask)  # [B, Hkv, Nb, 2, group]
+    listed = by_key_block(mask, cut)
+    lists = _lists_of(p, mask, q_heads, ranges)  # [B, parts of all heads, Nb, 2, group]
     counts = listed.edges.diff()[lists]
     n, partial = counts.sum((-1, -2)).flatten(), counts[..., 0, :].sum(-1).flatten()
     odd = n % 2 if single else torch.zeros_like(n)
-    band = band_sections(p, n, span_of_rows(mask), ctas) if ordered and mask.rows and len(n) else 0
+    band = (
+        band_sections(p, n, span_of_rows(mask), ctas)
+        if ordered and parts == 1 and mask.rows and len(n)
+        else 0
+    )
     line = _lined_up(p, n, band or sections(p, ctas), in_turn=band > 0)
+    line = line if parts == 1 else line[n[line] > 0]
     taker, began = deal((n + odd + TILE_TICKS)[line].int(), ctas)
     cta, start = torch.empty_like(n), torch.empty_like(n)
     cta[line], start[line] = taker.long(), began.long()
@@ -144,7 +217,7 @@ def schedule(p: AttentionProblem, mask: BlockMask, ctas: int, *, ordered: bool =
     own = counts.flatten().clone()
     own[2 * group - 1 :: 2 * group] += odd
     ends = own.cumsum(0)
-    capacity = p.visited + (len(n) if single else 0)
+    capacity = visited + (len(n) if single else 0)
     number = torch.arange(capacity, device=device)
     listing = torch.searchsorted(ends, number, right=True).clamp(max=len(own) - 1)
     tile = listing // (2 * group)
@@ -157,9 +230,8 @@ def schedule(p: AttentionProblem, mask: BlockMask, ctas: int, *, ordered: bool =
     at = torch.where(there, begin + (within + turned) % length.clamp(min=1), 0)
     query = listed.tile[at]
     item, kv_head = tile // (p.kv_heads * columns), tile // columns % p.kv_heads
-    head = kv_head * group + listing % group
+    head = kv_head // ranges * group + listing % group
 
-    rows = padded_rows(p)
     visits = torch.empty(capacity, VISIT_FIELDS, dtype=torch.int32, device=device)
     visits[:, 0] = torch.where(there, query * p.block[0], rows - 64)
     visits[:, 1] = head
@@ -168,28 +240,32 @@ def schedule(p: AttentionProblem, mask: BlockMask, ctas: int, *, ordered: bool =
     firsts = (n + odd).cumsum(0) - n - odd
     if ordered:
         clock = start[tile] + number - firsts[tile]
-        queue = torch.where(there, (item * p.q_heads + head) * tiles + query, p.batch * p.q_heads * tiles)
+        queue = torch.where(there, (item * q_heads + head) * tiles + query, p.batch * q_heads * tiles)
         visits[:, 3] = torch.where(there, _tickets(queue, clock), NO_TICKET)
 
     records = torch.zeros(len(n), TILE_FIELDS, dtype=torch.int32, device=device)
     every = torch.arange(len(n), device=device)
     masked, pairs = ((partial + 1) // 2, (n + odd) // 2) if single else (partial, n)
-    fields = (every // (p.kv_heads * columns), every // columns % p.kv_heads, every % columns * p.block[1])
-    for field, part in enumerate((*fields, firsts, masked, pairs, n + odd)):
-        records[:, field] = part
+    fields = (
+        every // (p.kv_heads * columns),
+        every // columns % p.kv_heads // parts,
+        every % columns * p.block[1],
+    )
+    for field, each in enumerate((*fields, firsts, masked, pairs, n + odd, every)):
+        records[:, field] = each
     own, order = torch.sort(taker, stable=True)
     starts = torch.searchsorted(own, torch.arange(ctas + 1, dtype=torch.int32, device=device), out_int32=True)
-    return GradSchedule(records[line[order]], starts, visits, ctas, rows)
+    return GradSchedule(records[line[order]], starts, visits, ctas, rows, n.int(), parts)
 
 
-def by_key_block(mask: BlockMask) -> KeyBlockLists:
-    """Blocks of every list of the transposed mask, by query tile."""
+def by_key_block(mask: BlockMask, cut: TileParts) -> KeyBlockLists:
+    """Blocks of every list of the transposed mask, by query tile; of every range, if tiles are cut into some."""
     sizes = mask.sizes
     whole = sizes.stored - sizes.partial if sizes.exact else sizes.stored
     tiles, columns = mask.grid
-    lists = mask.batch * mask.heads * columns
-    partial, entries = _keyed(mask, mask.partial, sizes.partial, 0)
-    full, _ = _keyed(mask, mask.full, whole, lists)
+    lists = mask.batch * mask.heads * cut.ranges * columns
+    partial, entries = _keyed(mask, mask.partial, sizes.partial, 0, cut.ranges)
+    full, _ = _keyed(mask, mask.full, whole, lists, cut.ranges)
     key, order = torch.sort(torch.cat((partial, full)))
     entry = torch.cat((entries, torch.full_like(full, FULL)))[order]
     bounds = torch.arange(2 * lists + 1, device=mask.device) * max(tiles, 1)
@@ -198,7 +274,7 @@ def by_key_block(mask: BlockMask) -> KeyBlockLists:
     return KeyBlockLists(torch.searchsorted(key, bounds), tile, torch.cat((entry, entry.new_zeros(1))))
 
 
-def _keyed(mask: BlockMask, lists: BlockLists, most: int, first: int) -> tuple[Tensor, Tensor]:
+def _keyed(mask: BlockMask, lists: BlockLists, most: int, first: int, ranges: int) -> tuple[Tensor, Tensor]:
     """(list * Mb + query tile, entry) of every block, lists counted from `first`; absent ones come last."""
     (tiles, columns), device = mask.grid, mask.device
     ends = lists.counts.cumsum(0)
@@ -206,22 +282,26 @@ def _keyed(mask: BlockMask, lists: BlockLists, most: int, first: int) -> tuple[T
     row = torch.searchsorted(ends, number, right=True).clamp(max=max(mask.rows - 1, 0))
     there = number < (ends[-1:] if mask.rows else 0)
     position = torch.where(there, lists.starts[row] + number - (ends - lists.counts)[row], 0)
-    list_number = first + row // max(tiles, 1) * columns + lists.indices[position].long()
+    of_range = row % max(tiles, 1) // max(-(-tiles // ranges), 1)
+    list_number = (row // max(tiles, 1) * ranges + of_range) * columns + lists.indices[position].long()
+    list_number += first
     beyond = (2 * mask.rows * columns + 1) * max(tiles, 1)
     return torch.where(there, list_number * tiles + row % max(tiles, 1), beyond), position
 
 
-def _lists_of(p: AttentionProblem, mask: BlockMask) -> Tensor:
-    """The lists that key block j of head g of item b has for the query heads of its group: [B, Hkv, Nb, 2, group]."""
+def _lists_of(p: AttentionProblem, mask: BlockMask, q_heads: int, ranges: int) -> Tensor:
+    """The lists that key block j of head or part g of item b has for its query heads: [B, Hkv, Nb, 2, group]."""
 
     def upto(n: int) -> Tensor:
         return torch.arange(n, device=mask.device)
 
-    head = upto(p.q_heads).view(p.kv_heads, 1, 1, p.group) // (p.q_heads // mask.heads)
+    part = upto(p.kv_heads).view(-1, 1, 1, 1)
+    head = (part // ranges * p.group + upto(p.group)) // (q_heads // mask.heads) * ranges + part % ranges
     item = upto(p.batch).view(-1, 1, 1, 1, 1) * (1 if mask.batch > 1 else 0)
     columns = mask.grid[1]
-    whole = upto(2).view(-1, 1) * (mask.batch * mask.heads * columns)
-    return (item * mask.heads + head) * columns + upto(columns).view(1, 1, -1, 1, 1) + whole
+    heads = mask.heads * ranges
+    whole = upto(2).view(-1, 1) * (mask.batch * heads * columns)
+    return (item * heads + head) * columns + upto(columns).view(1, 1, -1, 1, 1) + whole
 
 
 def span_of_rows(mask: BlockMask) -> int:

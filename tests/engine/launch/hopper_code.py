@@ -237,7 +237,7 @@ def _attention_bwd(c: attention_bwd.Config, dtype: str) -> tuple[Any, str, dict[
     types |= {"dq_desc": _descriptor((1, 2 * c.dim, 32), "fp32")}
     types |= {"scale": "fp32", "factor": "fp32"}
     types |= dict.fromkeys(("tiles", "starts", "visits", "rules", "bits", "turns"), "*i32")
-    types |= _changes(c) | _ends(c)
+    types |= _changes(c) | _ends(c) | {"part_sums": "*fp32" if c.parts else "constexpr"}
     return attention_bwd.attention_bwd_kernel, attention_bwd.SOURCE, types
 
 

@@ -1,10 +1,12 @@
-"""Device pieces of attention's backward pass: dQ, its slots and the warps that write it; sums of two warpgroups."""
+"""Device pieces of attention's backward pass: dQ, its slots and the warps that write it; sums of two warpgroups, and of
+parts of a tile.
+"""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma
 
-from sparsek.attn.kernels.backward.bwd_records import half_at, tile_at
+from sparsek.attn.kernels.backward.bwd_records import TILE, half_at, tile_at
 from sparsek.attn.kernels.backward.bwd_sums import fence_tma, release, seen, tma_add, tma_written
 from sparsek.engine.launch.gluon import opaque, reinterpret, tma_store, tma_store_wait
 
@@ -90,6 +92,15 @@ def exchanged(T: gl.constexpr, WG: gl.constexpr, dk, dv, pair, turn, dq_s, spare
     if WG == 0:
         dk = dk + dk_s.load(dk.type.layout)
     return dk, dv
+
+
+@gluon.jit
+def keep_part(T: gl.constexpr, FIRST: gl.constexpr, first_key, x, sums, tiles, t):
+    """Stores 64 rows of dK or dV of tile `t`, a part, as they are: columns from FIRST on of its rows in `sums`."""
+    row = first_key + gl.arange(0, 64, gl.SliceLayout(1, x.type.layout))
+    column = FIRST + gl.arange(0, x.shape[1], gl.SliceLayout(0, x.type.layout))
+    part = sums + gl.load(tiles + TILE * t + 7).to(gl.int64) * (T.keys * (T.dim + T.v_dim))
+    gl.store(part + (gl.expand_dims(row * (T.dim + T.v_dim), 1) + gl.expand_dims(column, 0)), x)
 
 
 @gluon.jit

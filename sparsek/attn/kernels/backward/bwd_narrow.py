@@ -25,7 +25,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from sparsek.attn.kernels.backward.bwd_dq import stage_dq, start_dq
+from sparsek.attn.kernels.backward.bwd_dq import keep_part, stage_dq, start_dq
 from sparsek.attn.kernels.backward.bwd_records import of_members, step_at, tile_at, word_at
 from sparsek.attn.kernels.forward.rules import by_step
 from sparsek.engine.launch.gluon import opaque, reinterpret, tma_store, tma_store_wait
@@ -110,7 +110,7 @@ def step(
 @gluon.jit
 def differentiate(
     T: gl.constexpr, WG: gl.constexpr, dk_desc, dv_desc, tiles, starts, visits, lists, changes, scale, factor,
-    k_s, v_s, q_s, do_s, rows_s, ds_s, dq_s, spare_s, bars,
+    part_sums, k_s, v_s, q_s, do_s, rows_s, ds_s, dq_s, spare_s, bars,
 ):  # fmt: skip
     """Consumer warpgroup WG: dK and dV of its 64 keys of every tile, and half of the dQ of every step."""
     DTYPE: gl.constexpr = dk_desc.dtype
@@ -142,16 +142,21 @@ def differentiate(
             dq = start_dq(T, WG, (at - 1) & 1, (at - 1) // 2 & 1, k_s, ds_s, dq_bars)
             stage_dq(T, WG, (at - 1) & 1, at - 1, warpgroup_mma_wait(0, deps=(dq,)), dq_s, dq_bars)
         mbarrier.arrive(k_empty, count=1)
-        # dV is staged in place of V, and dK in place of the dS that this warpgroup writes next, in its own 64 rows: so
-        # it waits here, as that step does, until both have read the dS of two steps ago.
-        dv_s = v_s.index(WG)
-        dv_s.reshape((64, VDIM)).store(dv.to(DTYPE))
-        mbarrier.wait(dq_bars[1].index(at & 1), (at // 2 & 1) ^ 1)
-        dk_s = reinterpret(ds_s.index(at & 1), DTYPE, SLOTS, dk_desc.layout).index(WG * 64 // DIM)
-        dk_s.reshape((64, DIM)).store((dk * factor).to(DTYPE))
-        fence_async_shared()
-        tma_store(dk_desc, [b, g, key + WG * 64, 0], dk_s)
-        tma_store(dv_desc, [b, g, key + WG * 64, 0], dv_s)
-        tma_store_wait(0)  # until TMA has read them
-        mbarrier.arrive(v_empty, count=1)
+        if T.parts:
+            mbarrier.arrive(v_empty, count=1)
+            keep_part(T, 0, WG * 64, dk, part_sums, tiles, t)
+            keep_part(T, DIM, WG * 64, dv, part_sums, tiles, t)
+        else:
+            # dV is staged in place of V, and dK in place of the dS that this warpgroup writes next, in its own 64 rows:
+            # so it waits here, as that step does, until both have read the dS of two steps ago.
+            dv_s = v_s.index(WG)
+            dv_s.reshape((64, VDIM)).store(dv.to(DTYPE))
+            mbarrier.wait(dq_bars[1].index(at & 1), (at // 2 & 1) ^ 1)
+            dk_s = reinterpret(ds_s.index(at & 1), DTYPE, SLOTS, dk_desc.layout).index(WG * 64 // DIM)
+            dk_s.reshape((64, DIM)).store((dk * factor).to(DTYPE))
+            fence_async_shared()
+            tma_store(dk_desc, [b, g, key + WG * 64, 0], dk_s)
+            tma_store(dv_desc, [b, g, key + WG * 64, 0], dv_s)
+            tma_store_wait(0)  # until TMA has read them
+            mbarrier.arrive(v_empty, count=1)
         turn ^= 1

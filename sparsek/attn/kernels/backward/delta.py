@@ -1,7 +1,8 @@
-"""Attention's backward pass apart from its products: a pass over rows before it, and a cast after it.
+"""Attention's backward pass apart from its products: a pass over rows before it, and a cast and sums after it.
 
     prepare_rows      rows[0] = unit lse log2(e),  rows[1] = rowsum(grad * out) - grad_lse   reads out and grad once
     cast_quantized    dq = scale (acc[0] + ... )                                             reads acc once, writes dq
+    add_parts         dk = scale (part 0 + part 1 + ...), dv without scale                   of parts with visits
 
 A weight is exp2(scale log2(e) s - rows[0]), and ds = weight (dp - rows[1]). Rows without any key, and rows after the
 last query, have rows[0] = +inf: weight and ds are 0 there, without a test in the kernel. With `unit` -1 / (scale
@@ -18,6 +19,7 @@ from sparsek.engine.launch.launch import launch
 # Elements of each tensor per program: 32 for each of its 128 threads, which are 4 vectors of 16 bytes in bf16.
 ELEMENTS = 4096
 WARPS = 4
+PART_ROWS = 16  # of keys, of each program that adds parts
 
 
 @triton.jit
@@ -138,4 +140,94 @@ def cast_quantized(acc: Tensor, scale: float, dq: Tensor, turns: Tensor | None =
             _cast_quantized, (batch * heads * triton.cdiv(q_len, tile),),
             acc, turns, dq, scale, rows, q_len, heads, *dq.stride(),
             D=dim, WIDTH=width, ROWS=tile, SUMS=sums, num_warps=WARPS,
+        )  # fmt: skip
+
+
+@triton.jit
+def _add_columns(parts, lengths, out, scale, first, columns, count, inside, row, kv_len, so_m, so_d,
+    COLS: tl.constexpr, AREA: tl.constexpr, WIDTH: tl.constexpr, FIRST: tl.constexpr,
+):  # fmt: skip
+    """Rows `inside` a tile, `row` of a head, whose parts are `columns` apart, `first` the first."""
+    col = tl.arange(0, triton.next_power_of_2(COLS))
+    live = (row < kv_len)[:, None] & (col < COLS)[None, :]
+    at = (inside * WIDTH)[:, None] + (FIRST + col)[None, :]
+    acc = tl.zeros(at.shape, tl.float32)
+    for i in range(count):
+        part = first + i * columns
+        there = tl.load(lengths + part) > 0
+        acc += tl.load(parts + part.to(tl.int64) * AREA + at, mask=live & there, other=0.0)
+    out += (row.to(tl.int64) * so_m)[:, None] + (col.to(tl.int64) * so_d)[None, :]
+    tl.store(out, (acc * scale).to(out.dtype.element_ty), mask=live)
+
+
+@triton.jit(do_not_specialize=("scale", "kv_len", "heads", "columns", "count"))
+def _add_parts(
+    parts, lengths, dk, dv, scale, kv_len, heads, columns, count, sk_b, sk_h, sk_m, sk_d, sv_b, sv_h, sv_m, sv_d,
+    D: tl.constexpr, DV: tl.constexpr, KEYS: tl.constexpr, WIDTH: tl.constexpr, FIRST: tl.constexpr,
+    ROWS: tl.constexpr,
+):  # fmt: skip
+    tile = tl.program_id(0) // (KEYS // ROWS)
+    inside = tl.program_id(0) % (KEYS // ROWS) * ROWS + tl.arange(0, ROWS)
+    column = tile % columns
+    first = tile // columns * count * columns + column
+    b = (tile // columns // heads).to(tl.int64)
+    h = (tile // columns % heads).to(tl.int64)
+    row = column * KEYS + inside
+    dk += b * sk_b + h * sk_h
+    dv += b * sv_b + h * sv_h
+    _add_columns(
+        parts,
+        lengths,
+        dk,
+        scale,
+        first,
+        columns,
+        count,
+        inside,
+        row,
+        kv_len,
+        sk_m,
+        sk_d,
+        D,
+        KEYS * WIDTH,
+        WIDTH,
+        0,
+    )
+    _add_columns(
+        parts,
+        lengths,
+        dv,
+        1.0,
+        first,
+        columns,
+        count,
+        inside,
+        row,
+        kv_len,
+        sv_m,
+        sv_d,
+        DV,
+        KEYS * WIDTH,
+        WIDTH,
+        FIRST,
+    )
+
+
+def add_parts(
+    parts: Tensor, lengths: Tensor, count: int, scale: float, dk: Tensor, dv: Tensor, first: int
+) -> None:
+    """dk = scale * (part 0 + part 1 + ...), dv = part 0 + ..., each rounded once, in order. No sync.
+
+    parts: float32 [B * H * count * columns, keys, width], contiguous, those of dk in the columns before `first`, those
+    of dv from there on. lengths: int32 [B * H * count * columns]; a part of length 0 is not read. dk, dv: bf16 or fp16
+    [B, H, T, D] and [B, H, T, Dv], any strides.
+    """
+    batch, heads, kv_len, dim = dk.shape
+    keys, width = parts.shape[1:]
+    columns = triton.cdiv(kv_len, keys)
+    with torch.cuda.device_of(dk):
+        launch(
+            _add_parts, (batch * heads * columns * (keys // PART_ROWS),),
+            parts, lengths, dk, dv, scale, kv_len, heads, columns, count, *dk.stride(), *dv.stride(),
+            D=dim, DV=dv.shape[3], KEYS=keys, WIDTH=width, FIRST=first, ROWS=PART_ROWS, num_warps=WARPS,
         )  # fmt: skip

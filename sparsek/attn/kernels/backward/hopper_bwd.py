@@ -30,7 +30,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from math import e, log2
 from typing import Any, NamedTuple
 
 import torch
@@ -40,24 +39,20 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    warpgroup_mma,
-    warpgroup_mma_wait,
 )
 
-from sparsek.attn.kernels.backward import bwd_narrow
+from sparsek.attn.kernels.backward import bwd_narrow, bwd_steps
 from sparsek.attn.kernels.backward import bwd_sums as tma_sums
-from sparsek.attn.kernels.backward.bwd_dq import exchanged, stage_dq, start_dq, write
+from sparsek.attn.kernels.backward.bwd_dq import write
 from sparsek.attn.kernels.backward.bwd_load import load, load_keys
-from sparsek.attn.kernels.backward.bwd_records import of_members, step_at, tile_at, word_at
-from sparsek.attn.kernels.backward.delta import cast_quantized, prepare_rows
+from sparsek.attn.kernels.backward.delta import add_parts, cast_quantized, prepare_rows
 from sparsek.attn.kernels.backward.schedule_bwd import padded_bounds, schedule
 from sparsek.attn.kernels.forward import rules, score_args
 from sparsek.attn.kernels.forward.packed_rows import PackedRows
 from sparsek.attn.kernels.forward.portable_tiles import DIMS as PORTABLE
-from sparsek.attn.kernels.forward.rules import Ruled, by_step
-from sparsek.attn.kernels.forward.softmax import capped, distances
+from sparsek.attn.kernels.forward.rules import Ruled
 from sparsek.attn.mask.mask import BlockMask
-from sparsek.attn.plan.attention_grad_schedule import VISIT_FIELDS, GradSchedule, padded_rows
+from sparsek.attn.plan.attention_grad_schedule import VISIT_FIELDS, GradSchedule, padded_rows, tile_parts
 from sparsek.attn.plan.kernels import (
     AttentionGradCall,
     AttentionGradKernel,
@@ -70,10 +65,6 @@ from sparsek.engine.launch.gluon import (
     Described,
     describe_heads,
     launch_on,
-    opaque,
-    reinterpret,
-    tma_store,
-    tma_store_wait,
 )
 from sparsek.engine.launch.kinds import KernelConfig, source_of
 from sparsek.engine.plan.kernel import unless_aligned, unless_hopper
@@ -89,7 +80,8 @@ class Config(KernelConfig, Ruled):
     slots, dQ has `dq_slots`. `interval`, `bits`, `members` and `member_ends`: the rules that partial blocks may have,
     as in the forward pass; without any only the end of the keys. `sums`: float32 sums of every dQ that are added to in
     the order of tickets; 0 is one sum, in any order. `softcap`, `alibi`: what changes scores. `queries`: those of a
-    step, 64, or 128 for heads of at most 64 columns in blocks of 128 by 128.
+    step, 64, or 128 for heads of at most 64 columns in blocks of 128 by 128. `parts`: tiles are parts of key tiles, and
+    their sums are added afterwards.
     """
 
     dim: int
@@ -106,6 +98,7 @@ class Config(KernelConfig, Ruled):
     queries: int = 64
     members: int = 0
     member_ends: bool = False
+    parts: bool = False
 
     @property
     def texts(self) -> list[str]:
@@ -113,7 +106,7 @@ class Config(KernelConfig, Ruled):
             f"tile of {self.keys} keys, {self.halves} halves, heads {self.dim}/{self.v_dim}",
             f"blocks {self.block[0]}x{self.block[1]}, {self.stages} stages of {self.queries} queries",
             f"{self.dq_slots} of dQ", rules.named(self), f"{self.sums or 'no'} sums in order",
-            *self.true_names("softcap", "alibi"),
+            *self.true_names("softcap", "alibi"), *(["tiles cut into parts"] if self.parts else []),
         ]  # fmt: skip
 
     @property
@@ -170,187 +163,8 @@ class Config(KernelConfig, Ruled):
 
 
 SOURCE = source_of(__file__, tma_sums.__file__)
-LOG2E = gl.constexpr(log2(e))
 # Cost of adding dQ in order: H100, 2026-11-26, scripts; of one warpgroup H200, 2026-11-22.
 ONE_WARPGROUP, TWO_SUMS, ONE_SUM = 1.4, 1.06, 1.02
-
-
-@gluon.jit
-def step(
-    T: gl.constexpr, WG: gl.constexpr, side, DTYPE: gl.constexpr, dk, dv, word, at, partial, masked, visits, first, i,
-    key, scale, lists, changes, k_s, v_s, q_s, do_s, rows_s, ds_s, dq_s, ring_bars, dq_bars,
-):  # fmt: skip
-    """Step `i` of a tile, number `at` of this CTA, by warpgroup WG. `side` is the parity of `at`.
-
-    `partial`: the step may belong to a partial block, as the first `masked` do. `word`: see `word_at`; that of the next
-    step is returned.
-    """
-    DIM: gl.constexpr = T.dim
-    VDIM: gl.constexpr = T.v_dim
-    HALF: gl.constexpr = WG if T.halves == 2 else 0
-    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
-    COL: gl.constexpr = gl.SliceLayout(0, S_LAYOUT)
-    q_full, do_full, ring_empty = ring_bars
-    ds_full, ds_empty, dq_full, dq_empty = dq_bars
-    rules, bits, kv_len, ends = lists
-    cap, slopes, slope_head, ahead = changes
-    NUMBERS: gl.constexpr = T.row_slots
-    slot = at % T.stages
-    bar = at % T.barriers
-    phase = at // T.barriers & 1
-    q = q_s.index(slot).reshape((64, DIM))
-    do = do_s.index(slot).reshape((64, VDIM))
-    mbarrier.wait(q_full.index(bar), phase)  # until Q has landed
-    less = rows_s.index(NUMBERS * slot).reshape((64,)).load(COL)
-    if T.members > 0 and not T.member_ends:
-        if partial:
-            less = of_members(T, less, word, visits, first, i, rules)
-        word = word_at(T, visits, first, i + 3 - T.halves, masked, rules)
-    less = gl.expand_dims(less, 0)
-    zero = gl.zeros((64, 64), gl.float32, S_LAYOUT)
-    k = k_s.index(HALF).reshape((64, DIM))
-    start = zero if T.softcap else zero + less
-    s = warpgroup_mma(k, q.permute((1, 0)), start, use_acc=not T.softcap, is_async=True)
-    mbarrier.wait(do_full.index(bar), phase)  # until dO has landed
-    v = v_s.index(HALF + opaque(0)).reshape((64, VDIM))
-    dp = warpgroup_mma(v, do.permute((1, 0)), zero, use_acc=False, is_async=True)
-    if not T.softcap:
-        delta = gl.expand_dims(rows_s.index(NUMBERS * slot + 1).reshape((64,)).load(COL), 0)
-    s = warpgroup_mma_wait(1, deps=(s,))  # S is done, dP still runs
-    if T.softcap:
-        s = capped(s, cap)
-    if partial:
-        # A stage's last two rows of numbers are bounds where the rules need them, and are not read elsewhere.
-        low = rows_s.index(NUMBERS * slot + NUMBERS - 2)
-        high = rows_s.index(NUMBERS * slot + NUMBERS - 1)
-        if T.bits or T.members > 0:
-            pos, h, entry, ticket = step_at(T, visits, first, i)
-            if entry >= 0:
-                s = by_step(T, s, entry, key + HALF * 64, pos, rules, bits, low, high, kv_len, ends)
-        else:
-            s = by_step(T, s, 0, key + HALF * 64, 0, rules, bits, low, high, kv_len)
-    above = s
-    if T.softcap:
-        above += less
-    if T.alibi:
-        pos, h, entry, ticket = step_at(T, visits, first, i)
-        away = key + HALF * 64 - pos - ahead + gl.arange(0, 64, gl.SliceLayout(1, S_LAYOUT))
-        p = gl.exp2(above * scale - distances(s, away) * (gl.load(slopes + h * slope_head) * LOG2E))
-    else:
-        p = gl.exp2(above * scale)
-    P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, dv.type.layout, 2)
-    D_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, dk.type.layout, 2)
-    if T.softcap:  # S is needed until dS, so that registers are short: dV waits
-        dp = warpgroup_mma_wait(0, deps=(dp,))
-        delta = gl.expand_dims(rows_s.index(NUMBERS * slot + 1).reshape((64,)).load(COL), 0)
-        bounded = gl.maximum(s, -1.0)  # a masked score is -inf, and 0 * inf NaN
-        ds = (p * (1.0 - bounded * bounded) * (dp - delta)).to(DTYPE)
-    else:
-        dv = warpgroup_mma(gl.convert_layout(p.to(DTYPE), P_LAYOUT), do, dv, is_async=True)
-        dp = warpgroup_mma_wait(1, deps=(dp,))  # dP is done, dV still runs
-        ds = (p * (dp - delta)).to(DTYPE)
-    if T.halves == 2:
-        if side == WG:
-            # Until the other warpgroup has read the dS of two steps ago. Where this one reads it, it has.
-            mbarrier.wait(ds_empty.index(side), (at // 2 & 1) ^ 1)
-    ds_s.index(side).slice(HALF * 64, 64).store(ds)
-    if T.softcap:
-        dv = warpgroup_mma(gl.convert_layout(p.to(DTYPE), P_LAYOUT), do, dv, is_async=True)
-    dv = warpgroup_mma_wait(0, deps=(dv,))
-    ds = gl.convert_layout(ds, D_LAYOUT)
-    if T.halves == 2:
-        in_flight = warpgroup_mma(ds, q, dk, is_async=True)
-        fence_async_shared()
-        mbarrier.arrive(ds_full.index(side), count=1)
-        if (side == WG) & (i > 0):
-            pair = (at - 1) // 2
-            dq = start_dq(T, 1 - WG, 1 - WG, pair & 1, k_s, ds_s, dq_bars)
-            # dK is done, dQ still runs. It reads dS and K only, and the next Q and dO take longer to load than dQ.
-            dk = warpgroup_mma_wait(2, deps=(in_flight,))
-            mbarrier.arrive(ring_empty.index(bar), count=1)
-            stage_dq(T, 1 - WG, 1 - WG, pair, warpgroup_mma_wait(0, deps=(dq,)), dq_s, dq_bars)
-        else:
-            dk = warpgroup_mma_wait(0, deps=(in_flight,))
-            mbarrier.arrive(ring_empty.index(bar), count=1)
-    else:
-        dk = warpgroup_mma(ds, q, dk, is_async=True)
-        fence_async_shared()
-        dq = start_dq(T, WG, WG, at // 2 & 1, k_s, ds_s, dq_bars)
-        dk = warpgroup_mma_wait(1, deps=(dk,))
-        mbarrier.arrive(ring_empty.index(bar), count=1)  # dQ reads dS and K only
-        stage_dq(T, WG, WG, at // 2, warpgroup_mma_wait(0, deps=(dq,)), dq_s, dq_bars)
-    return dk, dv, word
-
-
-@gluon.jit
-def differentiate(
-    T: gl.constexpr, WG: gl.constexpr, dk_desc, dv_desc, tiles, starts, visits, lists, changes, scale, factor,
-    k_s, v_s, q_s, do_s, rows_s, ds_s, dq_s, spare_s, bars,
-):  # fmt: skip
-    """Consumer warpgroup WG: dK and dV of its half of every tile, and the dQ of every second step."""
-    DTYPE: gl.constexpr = dk_desc.dtype
-    DIM: gl.constexpr = T.dim
-    VDIM: gl.constexpr = T.v_dim
-    K_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, T.dim, 16])
-    V_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, T.v_dim, 16])
-    tile_bars, ring_bars, dq_bars, done = bars
-    k_full, k_empty, v_full, v_empty = tile_bars
-    cap, alibi = changes
-    slopes, slope_item, slope_head, ahead = alibi
-    turn = 0
-    at = 0
-    for t in range(gl.load(starts + gl.program_id(0)), gl.load(starts + gl.program_id(0) + 1)):
-        b, g, key, first, masked, pairs = tile_at(tiles, t)
-        of_tile = (cap, slopes + b * slope_item if T.alibi else 0, slope_head, ahead)
-        dk = gl.zeros((64, DIM), gl.float32, K_LAYOUT)
-        dv = gl.zeros((64, VDIM), gl.float32, V_LAYOUT)
-        mbarrier.wait(k_full, turn)  # until K has landed
-        mbarrier.wait(v_full, turn)  # until V has landed
-        word = 0
-        if T.members > 0 and not T.member_ends:
-            word = word_at(T, visits, first, 0 if T.halves == 2 else WG, 2 * masked, lists[0])
-        UNROLLED: gl.constexpr = 1 if T.halves == 2 else 2
-        for i in range(0, 2 * pairs, UNROLLED):
-            for side in gl.static_range(UNROLLED):
-                if T.halves == 2 or side == WG:
-                    dk, dv, word = step(
-                        T, WG, at & 1 if T.halves == 2 else side, DTYPE, dk, dv, word, at + side, i < 2 * masked,
-                        2 * masked, visits, first, i + side, key, scale, lists, of_tile, k_s, v_s, q_s, do_s, rows_s,
-                        ds_s, dq_s, ring_bars, dq_bars,
-                    )  # fmt: skip
-            at += UNROLLED
-        if T.halves == 2:
-            if WG == 0:
-                if pairs > 0:
-                    dq = start_dq(T, 1, 1, (at - 1) // 2 & 1, k_s, ds_s, dq_bars)
-                    stage_dq(T, 1, 1, (at - 1) // 2, warpgroup_mma_wait(0, deps=(dq,)), dq_s, dq_bars)
-            mbarrier.arrive(k_empty, count=1)
-            # dK is staged in place of the last dS that this warpgroup read, and dV in place of V. Both write dS there
-            # again only after the next V has landed, which waits for `v_empty`.
-            SLOTS: gl.constexpr = [128 // DIM] + dk_desc.block_type.shape
-            dk_s = reinterpret(ds_s.index(1 - WG), DTYPE, SLOTS, dk_desc.layout).index(0)
-            dv_s = v_s.index(WG)
-            dk_s.reshape((64, DIM)).store((dk * factor).to(DTYPE))
-            dv_s.reshape((64, VDIM)).store(dv.to(DTYPE))
-            fence_async_shared()
-            tma_store(dk_desc, [b, g, key + WG * 64, 0], dk_s)
-            tma_store(dv_desc, [b, g, key + WG * 64, 0], dv_s)
-            tma_store_wait(0)  # until TMA has read them
-            mbarrier.arrive(v_empty, count=1)
-        else:
-            dk, dv = exchanged(T, WG, dk, dv, at // 2, turn, dq_s, spare_s, dq_bars, done)
-            if WG == 0:
-                k_s.index(0).reshape((64, DIM)).store((dk * factor).to(DTYPE))
-                fence_async_shared()
-                tma_store(dk_desc, [b, g, key, 0], k_s.index(0))
-            else:
-                v_s.index(0).reshape((64, VDIM)).store(dv.to(DTYPE))
-                fence_async_shared()
-                tma_store(dv_desc, [b, g, key, 0], v_s.index(0))
-            tma_store_wait(0)  # until TMA has read it
-            mbarrier.arrive(k_empty, count=1)
-            mbarrier.arrive(v_empty, count=1)
-        turn ^= 1
 
 
 NUMBERS = [
@@ -363,14 +177,15 @@ NUMBERS = [
 def attention_bwd_kernel(
     q_desc, k_desc, v_desc, do_desc, rows_desc, bounds_desc, dq_desc, dk_desc, dv_desc, tiles, starts, visits, rules,
     bits, turns, scale, factor, kv_len, rows, plane, heads, bound_item, bound_head, bound_group, bound_plane,
-    cap, slopes, slope_item, slope_head, ahead, window, sunk, T: gl.constexpr, SOURCE: gl.constexpr,
+    cap, slopes, slope_item, slope_head, ahead, window, sunk, part_sums, T: gl.constexpr, SOURCE: gl.constexpr,
 ):  # fmt: skip
     """Records: see attn/plan/attention_grad_schedule.py. `factor` is the softmax scale, `scale` that times log2(e).
 
     `rows_desc` and `bounds_desc` describe per-query numbers in rows of a step. Query x of head h of item b has lse in
     base 2 at (b * heads + h) * rows + x, and delta `plane` rows later. Its first key is at b * bound_item + h //
     bound_group * bound_head + x, and the end of its keys `bound_plane` rows later, int32 viewed as float32. SOURCE
-    only enters Triton's cache key. `cap` and those behind it: as in hopper.attention_fwd.
+    only enters Triton's cache key. `cap` to `sunk`: as in hopper.attention_fwd. `part_sums`: float32 [parts, keys of a
+    tile, columns of dK and dV], or None.
     """
     DTYPE: gl.constexpr = q_desc.dtype
     STAGES: gl.constexpr = T.stages
@@ -428,8 +243,8 @@ def attention_bwd_kernel(
     bounds = (bound_item, bound_head, bound_group, bound_plane)
     changes = (cap if T.softcap else 0, (slopes, slope_item, slope_head, ahead) if T.alibi else (0, 0, 0, 0))
     consumer = (
-        dk_desc, dv_desc, tiles, starts, visits, lists, changes, scale, factor, k_s, v_s, q_s, do_s, rows_s, ds_s, dq_s,
-        spare_s, (tile_bars, ring_bars, dq_bars, done),
+        dk_desc, dv_desc, tiles, starts, visits, lists, changes, scale, factor, part_sums if T.parts else 0, k_s, v_s,
+        q_s, do_s, rows_s, ds_s, dq_s, spare_s, (tile_bars, ring_bars, dq_bars, done),
     )  # fmt: skip
     producer = (
         q_desc, do_desc, rows_desc, bounds_desc, tiles, starts, visits, heads, rows, plane, bounds, q_s, do_s, rows_s,
@@ -438,8 +253,8 @@ def attention_bwd_kernel(
     writer = (dq_desc, tiles, starts, visits, turns, heads, rows, dq_s, dq_bars)
     gl.warp_specialize(
         [
-            (bwd_narrow.differentiate if T.queries == 128 else differentiate, (T, 0) + consumer),
-            (bwd_narrow.differentiate if T.queries == 128 else differentiate, (T, 1) + consumer),
+            (bwd_narrow.differentiate if T.queries == 128 else bwd_steps.differentiate, (T, 0) + consumer),
+            (bwd_narrow.differentiate if T.queries == 128 else bwd_steps.differentiate, (T, 1) + consumer),
             (load_keys, (T, k_desc, v_desc, tiles, starts, k_s, v_s, tile_bars)),
             (load, (T,) + producer),
             (write, (T, 0) + writer),
@@ -448,6 +263,16 @@ def attention_bwd_kernel(
         [4, 1, 1, 1, 1],
         [240, 24, 24, 24, 24],
     )
+
+
+def part_bytes(c: Config) -> int:
+    """Of the sums of dK and dV of a tile."""
+    return 4 * c.keys * (c.dim + c.v_dim)
+
+
+def key_tiles(p: AttentionGradProblem) -> int:
+    """Tiles of keys of all heads, or their parts."""
+    return p.batch * p.kv_heads * p.grid[1] * tile_parts(p, p.card.sm_count).count(p)
 
 
 class Work(NamedTuple):
@@ -478,7 +303,7 @@ class HopperAttentionGrad:
             reasons.append(
                 "portable.attention_bwd is faster in order with blocks of 64 keys; name that, or deterministic=False"
             )
-        tiles = p.batch * p.kv_heads * p.grid[1]
+        tiles = key_tiles(p)
         if p.batch * p.q_heads * padded_rows(p) >= 2**31 or VISIT_FIELDS * (p.visited + tiles) >= 2**31:
             reasons.append(f"numbers of rows and visits are 32 bits: at most 2^31 rows and {2**29} visits")
         return reasons
@@ -511,6 +336,7 @@ class HopperAttentionGrad:
                 queries=queries,
                 members=p.members,
                 member_ends=p.member_ends,
+                parts=tile_parts(p, p.card.sm_count).count(p) > 1,
             )
             if c.smem_bytes <= p.card.smem_bytes:
                 found.append(c)
@@ -526,17 +352,22 @@ class HopperAttentionGrad:
         steps = p.visited * c.subs
         mma = 2 * c.queries * c.keys * (3 * c.dim + 2 * c.v_dim) / flops_per_second(p.card)
         step = max(1.12e-6, 1.34 * mma)
-        tiles = p.batch * p.kv_heads * p.grid[1]
+        tiles = min(key_tiles(p), p.visited)
         busy = throttled((steps * step + tiles * 8e-6) / p.card.sm_count, mma / step) * c.order_price
         rows = p.batch * p.q_heads * p.q_len
         summed = 8 * c.sums if c.ordered else 12  # bytes: written and cast, in any order set to zero first
         around = rows * (4 * p.v_dim + summed * c.dim + 2 * p.dim) / p.card.bandwidth
+        around += 2 * min(tiles * part_bytes(c), 4 * rows * c.dim) / p.card.bandwidth if c.parts else 0.0
         return busy + around + 4 * p.card.launch_seconds
 
     def notes(self, p: AttentionGradProblem, c: Config) -> list[str]:
         rows = p.batch * p.q_heads * padded_rows(p)
         size = rows * (c.dim * 4 * c.accumulators + 8) / 1e6
         found = [f"dQ is summed in float32: workspace of {size:.4g} MB a call"]
+        if c.parts:
+            cut = tile_parts(p, p.card.sm_count).count(p)
+            size = key_tiles(p) * part_bytes(c) / 1e6
+            found.append(f"key tiles are cut into {cut} parts, whose float32 sums are {size:.4g} MB a call")
         if c.ordered:
             found.append(
                 f"dQ is added in a fixed order; by scripts, deterministic=False is {c.order_price} times as fast"
@@ -544,7 +375,8 @@ class HopperAttentionGrad:
         return found + padding_notes(p, c)
 
     def prepare(self, p: AttentionGradProblem, c: Config, mask: BlockMask) -> Work:
-        made, bounds = schedule(p, mask, p.card.sm_count, ordered=c.ordered), None
+        cut = tile_parts(p, p.card.sm_count) if c.parts else None
+        made, bounds = schedule(p, mask, p.card.sm_count, ordered=c.ordered, cut=cut), None
         if c.interval and mask.lo is not None and mask.hi is not None:
             bounds = padded_bounds(mask.lo, mask.hi, made.rows)
         return Work(made, bounds, made.starts)
@@ -557,8 +389,10 @@ class HopperAttentionGrad:
         factor = score_args.factor(scale, scores)
         sums = batch * heads * c.accumulators
         # The host's time goes with allocations, so there is one. Its parts begin at multiples of 512 bytes.
-        sizes = 2 * batch * heads * rows, sums * rows * c.dim, sums * (rows // 64) if c.ordered else 4
-        known, acc, turns = q.new_empty(sum(sizes), dtype=torch.float32).split(sizes)
+        sizes = [2 * batch * heads * rows, sums * rows * c.dim]
+        sizes += [len(made.lengths) * part_bytes(c) // 4] if c.parts else []
+        sizes += [sums * (rows // 64) if c.ordered else 4]
+        known, acc, *of_parts, turns = q.new_empty(sum(sizes), dtype=torch.float32).split(sizes)
         prepare_rows(out, grad, lse, grad_lse, rows, -1 / factor, known.view(2, batch, heads, rows))
         known, turns = known.view(-1, c.queries), turns.view(torch.int32)
         acc = acc.view(batch, heads, c.accumulators, rows, c.dim)
@@ -577,12 +411,16 @@ class HopperAttentionGrad:
             mask.heads * rows if lists > 1 and mask.batch > 1 else 0, rows if lists > 1 and mask.heads > 1 else 0,
             heads // mask.heads, lists * (rows // c.queries),
             score_args.cap(scale, scores), *score_args.slopes(scores, q.shape[2], k.shape[2]),
-            *score_args.ends(mask), c, SOURCE,
+            *score_args.ends(mask), of_parts[0] if of_parts else None, c, SOURCE,
         )  # fmt: skip
         # Tickets wait for CTAs of the same launch, so all CTAs must be resident together.
         options = {"launch_cooperative_grid": True} if c.ordered else None
         launch_on(q.device, attention_bwd_kernel, made.ctas, args, options)
         cast_quantized(acc, scale, dq, turns if c.ordered else None)
+        if of_parts:
+            add_parts(
+                of_parts[0].view(-1, c.keys, c.dim + c.v_dim), made.lengths, made.parts, scale, dk, dv, c.dim
+            )
 
 
 KERNEL: AttentionGradKernel = PackedRows(HopperAttentionGrad())

@@ -2,7 +2,7 @@
 attn/plan/attention_grad_schedule.py.
 
     tally     every entry of the mask: a count for its key block's list, and a slot of its own
-    _measure  visits of every key tile, and the most; room for every list; the widest row's span
+    _measure  visits of every key tile, and the most; room for every list; the widest row's span; tiles with visits
     _line_up  the place of every key tile in the line, longest first; the rows that every list has, in any order
     _deal     the CTA and start of every key tile; the rank of every entry in its list
     _visit    the records of key tiles, and the visits of every query tile with their tickets
@@ -13,6 +13,10 @@ by comparing it with all others; where all heads share lists, with those of one 
 
 To deal is to give the next tile to the CTA that finishes first. `_deal` gives many at once: with CTAs sorted by the
 end of their work, tile i goes to CTA i as long as none of those before would be free again by then.
+
+Where key tiles are cut into parts, all of this is about parts, `kv_heads` counts those of a key block of all heads,
+and `group` the query heads of one. Lists are of ranges of query tiles. Parts without a visit come last in the line,
+and no CTA takes them.
 
 Counts and columns of a mask with a fault are clamped or left out, so nothing is written out of bounds.
 """
@@ -51,14 +55,15 @@ from sparsek.attn.plan.attention_grad_schedule import (
     TILE_TICKS,
     VISIT_FIELDS,
     GradSchedule,
+    TileParts,
 )
 from sparsek.attn.plan.problems import AttentionProblem
 from sparsek.core import env
 from sparsek.core.memory import carved
 from sparsek.engine.launch.launch import launch_unspecialized
 
-# Entries of the mask, visits, entries of lists, the widest row's span, the most visits of a key tile.
-TOTALS = 5
+# Entries of the mask, visits, entries of lists, the widest row's span, the most visits of a tile, tiles with visits.
+TOTALS = 6
 TILES = 32  # of keys, by a program
 STREAM = 128  # key tiles that others are compared with together
 ALIKE_TILES, ALIKE_STREAM = 8, 256  # the same where all heads share lists
@@ -73,32 +78,34 @@ _SCRATCH = (
     "began", "turn", "has", "starts", "tiles", "visits", "clocks",
 )  # fmt: skip
 _SIZES = (
-    "rows", "grid_rows", "columns", "lists", "p_size", "f_size", "longest", "capacity", "key_tiles", "kv_heads",
-    "group", "share", "item_lists", "shared", "sections", "heads", "band_room", "programs", "row_programs", "ctas",
-    "q_heads", "absent",
+    "rows", "grid_rows", "ranges", "per_range", "columns", "lists", "p_size", "f_size", "longest", "capacity",
+    "key_tiles", "kv_heads", "group", "share", "item_lists", "shared", "sections", "heads", "parts", "band_room",
+    "programs", "row_programs", "ctas", "q_heads", "absent",
 )  # fmt: skip
 
 
 @triton.jit
 def _lengths(
-    counts, totals, n, partial, columns, lists, key_tiles, kv_heads, group, share, item_lists,
+    counts, totals, n, partial, ranges, columns, lists, key_tiles, kv_heads, group, share, item_lists,
     TILES: tl.constexpr
 ):  # fmt: skip
     """Visits of key tiles, and those of partial blocks."""
     tile = tl.program_id(0) * TILES + tl.arange(0, TILES)
     live = tile < key_tiles
-    head = tile // columns % kv_heads * group
-    item = tile // (columns * kv_heads) * item_lists + tile % columns
+    part = tile // columns % kv_heads
+    head = part // ranges * group
+    item = tile // (columns * kv_heads) * item_lists + part % ranges * columns + tile % columns
     of_p = tl.zeros((TILES,), dtype=tl.int32)
     of_f = tl.zeros((TILES,), dtype=tl.int32)
     for each in range(group):
-        at = counts + item + (head + each) // share * columns
+        at = counts + item + (head + each) // share * (ranges * columns)
         of_p += tl.load(at, mask=live, other=0)
         of_f += tl.load(at + lists, mask=live, other=0)
     tl.store(partial + tile, of_p, mask=live)
     tl.store(n + tile, of_p + of_f, mask=live)
     tl.atomic_add(totals + 1, tl.sum(of_p + of_f, 0), sem="relaxed")
     tl.atomic_max(totals + 4, tl.max(of_p + of_f, 0), sem="relaxed")
+    tl.atomic_add(totals + 5, tl.sum((of_p + of_f > 0).to(tl.int32), 0), sem="relaxed")
 
 
 @triton.jit
@@ -124,13 +131,13 @@ def _span(
 
 @triton.jit(do_not_specialize=_SIZES, do_not_specialize_on_alignment=MASK + _SCRATCH)
 def _measure(
-    p_starts, p_counts, p_indices, f_starts, f_counts, f_indices, counts, totals, n, partial, room, rows, columns,
-    lists, p_size, f_size, longest, key_tiles, kv_heads, group, share, item_lists, programs, row_programs,
+    p_starts, p_counts, p_indices, f_starts, f_counts, f_indices, counts, totals, n, partial, room, rows, ranges,
+    columns, lists, p_size, f_size, longest, key_tiles, kv_heads, group, share, item_lists, programs, row_programs,
     TILES: tl.constexpr, LISTS: tl.constexpr,
 ):  # fmt: skip
     if tl.program_id(0) < programs:
         _lengths(
-            counts, totals, n, partial, columns, lists, key_tiles, kv_heads, group, share, item_lists, TILES,
+            counts, totals, n, partial, ranges, columns, lists, key_tiles, kv_heads, group, share, item_lists, TILES,
         )  # fmt: skip
     elif tl.program_id(0) < programs + row_programs:
         _span(
@@ -144,8 +151,8 @@ def _measure(
 @triton.jit(do_not_specialize=_SIZES, do_not_specialize_on_alignment=MASK + _SCRATCH)
 def _line_up(
     p_starts, p_counts, p_indices, f_starts, f_counts, f_indices, base, nth, totals, n, room, listed, whose,
-    rank, first, ticks, rows, grid_rows, columns, lists, p_size, f_size, longest, capacity, key_tiles, sections,
-    heads, band_room, ctas, programs,
+    rank, first, ticks, rows, grid_rows, ranges, per_range, columns, lists, p_size, f_size, longest, capacity,
+    key_tiles, sections, heads, parts, band_room, ctas, programs,
     SINGLE: tl.constexpr, ALIKE: tl.constexpr, TILE_TICKS: tl.constexpr, TILES: tl.constexpr, STREAM: tl.constexpr,
     HEADS: tl.constexpr, ROWS: tl.constexpr, ENTRIES: tl.constexpr,
 ):  # fmt: skip
@@ -161,14 +168,14 @@ def _line_up(
             )  # fmt: skip
         else:
             place_tiles(
-                totals, n, rank, first, ticks, columns, key_tiles, sections, heads, in_turn, SINGLE, TILE_TICKS,
+                totals, n, rank, first, ticks, columns, key_tiles, sections, heads, parts, in_turn, SINGLE, TILE_TICKS,
                 TILES, STREAM,
             )  # fmt: skip
     else:
         fill_lists(
             p_starts, p_counts, p_indices, f_starts, f_counts, f_indices, base, nth, room, listed, whose,
-            rows, grid_rows, columns, lists, p_size, f_size, longest, capacity, tl.program_id(0) - programs, True,
-            ROWS, ENTRIES,
+            rows, grid_rows, ranges, per_range, columns, lists, p_size, f_size, longest, capacity,
+            tl.program_id(0) - programs, True, ROWS, ENTRIES,
         )  # fmt: skip
 
 
@@ -205,25 +212,28 @@ def _give(ticks, taker, began, turn, has, starts, key_tiles, ctas, LANES: tl.con
 
 @triton.jit(do_not_specialize=_SIZES, do_not_specialize_on_alignment=_SCRATCH)
 def _deal(
-    counts, room, listed, whose, nth, ticks, taker, began, turn, has, starts, lists, key_tiles, ctas,
+    counts, totals, room, listed, whose, nth, ticks, taker, began, turn, has, starts, lists, key_tiles, parts, ctas,
     LANES: tl.constexpr, LISTED: tl.constexpr,
 ):  # fmt: skip
     """The first program deals; each other one ranks the rows of a list."""
     if tl.program_id(0) == 0:
-        _give(ticks, taker, began, turn, has, starts, key_tiles, ctas, LANES)
+        line = tl.where(parts > 1, tl.load(totals + 5), key_tiles)
+        _give(ticks, taker, began, turn, has, starts, line, ctas, LANES)
     else:
         rank_list(counts, room, listed, whose, nth, nth, tl.program_id(0) - 1, True, LISTED)
 
 
 @triton.jit
 def _record(
-    n, partial, rank, first, taker, turn, starts, tiles, visits, columns, key_tiles, kv_heads, group, absent,
+    n, partial, rank, first, taker, turn, starts, tiles, visits, ranges, columns, key_tiles, kv_heads, group, parts,
+    absent,
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, TILES: tl.constexpr, TILE_FIELDS: tl.constexpr,
     VISIT_FIELDS: tl.constexpr, FULL: tl.constexpr, NO_TICKET: tl.constexpr
 ):  # fmt: skip
     """The records of key tiles, and the visits that make odd numbers of single steps even."""
     tile = tl.program_id(0) * TILES + tl.arange(0, TILES)
     live = tile < key_tiles
+    live &= (tl.load(n + tile, mask=live, other=0) > 0) | (parts == 1)
     place = tl.load(rank + tile, mask=live, other=0)
     cta = tl.load(taker + place, mask=live, other=0)
     at = tl.load(starts + cta, mask=live, other=0) + tl.load(turn + place, mask=live, other=0)
@@ -236,7 +246,7 @@ def _record(
         v = visits + (begin + own).to(tl.int64) * VISIT_FIELDS
         odd = live & (own % 2 == 1)
         tl.store(v, absent + own * 0, mask=odd)
-        tl.store(v + 1, head * group + group - 1, mask=odd)
+        tl.store(v + 1, head // ranges * group + group - 1, mask=odd)
         tl.store(v + 2, FULL + own * 0, mask=odd)
         tl.store(v + 3, NO_TICKET + own * 0, mask=odd)
         own += own % 2
@@ -244,20 +254,20 @@ def _record(
         pairs = own // 2
     r = tiles + at.to(tl.int64) * TILE_FIELDS
     tl.store(r, tile // (columns * kv_heads), mask=live)
-    tl.store(r + 1, head, mask=live)
+    tl.store(r + 1, head // parts, mask=live)
     tl.store(r + 2, tile % columns * BLOCK_K, mask=live)
     tl.store(r + 3, begin, mask=live)
     tl.store(r + 4, masked, mask=live)
     tl.store(r + 5, pairs, mask=live)
     tl.store(r + 6, own, mask=live)
-    tl.store(r + 7, own * 0, mask=live)
+    tl.store(r + 7, tile, mask=live)
 
 
 @triton.jit
 def _visits_of(
     p_starts, p_counts, p_indices, f_starts, f_counts, f_indices, base, nth, counts, partial, rank, first,
-    taker, began, visits, clocks, grid_rows, columns, lists, p_size, f_size, longest, capacity, kv_heads,
-    group, share, item_lists, shared, programs, q_heads, BLOCK_Q: tl.constexpr, ORDERED: tl.constexpr,
+    taker, began, visits, clocks, grid_rows, ranges, per_range, columns, lists, p_size, f_size, longest, capacity,
+    kv_heads, group, share, item_lists, shared, programs, q_heads, BLOCK_Q: tl.constexpr, ORDERED: tl.constexpr,
     TURNED: tl.constexpr, SHARED: tl.constexpr, LONG: tl.constexpr, VISITS: tl.constexpr, GOLDEN: tl.constexpr,
     BITS: tl.constexpr, VISIT_FIELDS: tl.constexpr, FULL: tl.constexpr, NO_TICKET: tl.constexpr
 ):  # fmt: skip
@@ -266,14 +276,15 @@ def _visits_of(
     query = unit % grid_rows
     head = unit // grid_rows % q_heads
     item = unit // (grid_rows * q_heads)
-    own_lists = item * item_lists + head // share * columns
-    row = own_lists // columns * grid_rows + query
+    of_range = query // per_range
+    own_lists = item * item_lists + (head // share * ranges + of_range) * columns
+    row = own_lists // (ranges * columns) * grid_rows + query
     p_first, p, f_first, f = rows_of(
         p_starts, p_counts, f_starts, f_counts, row, True, p_size, f_size, longest
     )
     m = p + f
     base_slot = tl.load(base + row)
-    own_tiles = (item * kv_heads + head // group) * columns
+    own_tiles = (item * kv_heads + head // group * ranges + of_range) * columns
     # As many rows of clocks as heads and items share lists.
     copy = item * shared * share + head % share
     line = clocks + (copy.to(tl.int64) * capacity + base_slot) * 2
@@ -297,7 +308,7 @@ def _visits_of(
             within += head % group * length
         else:
             for other in range(head // group * group, head):
-                of_other = item * item_lists + other // share * columns
+                of_other = item * item_lists + (other // share * ranges + of_range) * columns
                 within += tl.load(counts + of_other + column + kind, mask=known, other=0)
         number = tl.load(first + tile, mask=known, other=0) + within
         v = visits + number.to(tl.int64) * VISIT_FIELDS
@@ -336,9 +347,8 @@ def _visit(
     p_starts, p_counts, p_indices, f_starts, f_counts, f_indices, base, nth, counts, n, partial, rank, first,
     taker,
     began, turn, starts, tiles, visits, clocks,
-    grid_rows, columns, lists, p_size, f_size, longest, capacity, key_tiles, kv_heads, group, share,
-    item_lists, shared,
-    programs, q_heads, absent,
+    grid_rows, ranges, per_range, columns, lists, p_size, f_size, longest, capacity, key_tiles, kv_heads, group, share,
+    item_lists, shared, parts, programs, q_heads, absent,
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, ORDERED: tl.constexpr, TURNED: tl.constexpr, SHARED: tl.constexpr,
     LONG: tl.constexpr, TILES: tl.constexpr, VISITS: tl.constexpr, GOLDEN: tl.constexpr, BITS: tl.constexpr,
     TILE_FIELDS: tl.constexpr, VISIT_FIELDS: tl.constexpr, FULL: tl.constexpr, NO_TICKET: tl.constexpr,
@@ -350,13 +360,13 @@ def _visit(
     """
     if tl.program_id(0) < programs:
         _record(
-            n, partial, rank, first, taker, turn, starts, tiles, visits, columns, key_tiles, kv_heads,
-            group, absent, BLOCK_Q, BLOCK_K, TILES, TILE_FIELDS, VISIT_FIELDS, FULL, NO_TICKET,
+            n, partial, rank, first, taker, turn, starts, tiles, visits, ranges, columns, key_tiles, kv_heads,
+            group, parts, absent, BLOCK_Q, BLOCK_K, TILES, TILE_FIELDS, VISIT_FIELDS, FULL, NO_TICKET,
         )  # fmt: skip
     else:
         _visits_of(
             p_starts, p_counts, p_indices, f_starts, f_counts, f_indices, base, nth, counts, partial,
-            rank, first, taker, began, visits, clocks, grid_rows, columns, lists, p_size, f_size,
+            rank, first, taker, began, visits, clocks, grid_rows, ranges, per_range, columns, lists, p_size, f_size,
             longest, capacity, kv_heads, group, share, item_lists, shared, programs, q_heads, BLOCK_Q,
             ORDERED, TURNED, SHARED, LONG, VISITS, GOLDEN, BITS, VISIT_FIELDS, FULL, NO_TICKET,
         )  # fmt: skip
@@ -392,41 +402,50 @@ def padded_bounds(lo: Tensor, hi: Tensor, rows: int) -> Tensor:
     return out.view(torch.float32)
 
 
-def schedule(p: AttentionProblem, mask: BlockMask, ctas: int, *, ordered: bool = True) -> GradSchedule:
-    """The schedule of `mask` for `p`. Without `ordered` no visit has a ticket. No sync on a GPU."""
+def schedule(
+    p: AttentionProblem, mask: BlockMask, ctas: int, *, ordered: bool = True, cut: TileParts | None = None
+) -> GradSchedule:
+    """The schedule of `mask` for `p`, whose tiles are whole or `cut`. Without `ordered` no visit has a ticket. No sync
+    on a GPU.
+    """
     if mask.full.starts.is_cuda and mask.rows and mask.grid[1]:
-        return launched(p, mask, ctas, ordered=ordered)
-    return plan.schedule(p, mask, ctas, ordered=ordered)
+        return launched(p, mask, ctas, ordered=ordered, cut=cut)
+    return plan.schedule(p, mask, ctas, ordered=ordered, cut=cut)
 
 
-def launched(p: AttentionProblem, mask: BlockMask, ctas: int, *, ordered: bool = True) -> GradSchedule:
+def launched(
+    p: AttentionProblem, mask: BlockMask, ctas: int, *, ordered: bool = True, cut: TileParts | None = None
+) -> GradSchedule:
     """The schedule of at least one query and key tile: five launches and a few allocations.
 
     Only as many `visits` as the key tiles have are written.
     """
-    device, (grid_rows, columns), capacity = mask.device, mask.grid, p.stored
-    lists = mask.batch * mask.heads * columns
+    device, (grid_rows, columns), capacity, rows = mask.device, mask.grid, p.stored, plan.padded_rows(p)
+    cut = cut or TileParts(p.group, 1)
+    q_heads, ranges, per_range, parts, visited = p.q_heads, cut.ranges, cut.tiles(p), cut.count(p), p.visited
+    p = cut.of(p)
+    lists = mask.batch * mask.heads * ranges * columns
     key_tiles = p.batch * p.kv_heads * columns
     single = p.block[0] == 64
-    share = p.q_heads // mask.heads
-    items = mask.heads * columns if mask.batch > 1 else 0
+    share = q_heads // mask.heads
+    items = mask.heads * ranges * columns if mask.batch > 1 else 0
     long = ordered and p.longest > VISITS
 
     counted = torch.zeros(2 * lists + TOTALS, dtype=torch.int32, device=device)
     counts, totals = counted[: 2 * lists], counted[2 * lists :]
     lanes = triton.next_power_of_2(ctas)
     room = max(1, capacity)
-    sizes = 8 * key_tiles, room, room, room, mask.rows, 2 * lists, lanes, 2 * p.visited if long else 0
+    sizes = 7 * key_tiles, room, room, room, mask.rows, 2 * lists, lanes, 2 * visited if long else 0
     _, (of_tiles, nth, listed, whose, base, bases, has, clocks) = carved(sizes, device)
-    n, partial, rank, first, ticks, taker, began, turn = of_tiles.view(8, key_tiles).unbind()
+    partial, rank, first, ticks, taker, began, turn = of_tiles.view(7, key_tiles).unbind()
     clocks = clocks if long else has
     # What the plan keeps is apart from what is only needed here.
-    records = p.visited + (key_tiles if single else 0)
-    sizes = ctas + 1, (key_tiles, TILE_FIELDS), (records, VISIT_FIELDS)
-    _, (starts, made, visits) = carved(sizes, device)
+    records = visited + (key_tiles if single else 0)
+    sizes = ctas + 1, (key_tiles, TILE_FIELDS), (records, VISIT_FIELDS), key_tiles
+    _, (starts, made, visits, n) = carved(sizes, device)
     entries = (*mask.partial, *mask.full)
     p_size, f_size = len(mask.partial.indices), len(mask.full.indices)
-    of_mask = (grid_rows, columns, lists, p_size, f_size, p.longest, capacity)
+    of_mask = (grid_rows, ranges, per_range, columns, lists, p_size, f_size, p.longest, capacity)
     row_programs = -(-mask.rows // ROWS)
 
     def launch(
@@ -439,35 +458,38 @@ def launched(p: AttentionProblem, mask: BlockMask, ctas: int, *, ordered: bool =
 
     programs, of_rows = -(-key_tiles // LISTS), -(-mask.rows // LISTS)
     args = (
-        *entries, counts, totals, n, partial, bases, mask.rows, columns, lists, p_size, f_size, p.longest, key_tiles,
-        p.kv_heads, p.group, share, items, programs, of_rows,
+        *entries, counts, totals, n, partial, bases, mask.rows, ranges, columns, lists, p_size, f_size, p.longest,
+        key_tiles, p.kv_heads, p.group, share, items, programs, of_rows,
     )  # fmt: skip
     launch(_measure, programs + of_rows + -(-2 * lists // LISTS), args, (LISTS, LISTS), WARPS)
 
-    alike = mask.batch == mask.heads == 1
+    alike = mask.batch == mask.heads == 1 and parts == 1
     together, stream = (ALIKE_TILES, ALIKE_STREAM) if alike else (TILES, STREAM)
     line_programs = -(-(columns if alike else key_tiles) // together)
     args = (
         *entries, base, nth, totals, n, bases, listed, whose, rank, first, ticks, mask.rows, *of_mask, key_tiles,
-        plan.sections(p, ctas), p.batch * p.kv_heads, plan.band_room(p) if ordered else 0, ctas, line_programs,
+        plan.sections(p, ctas), p.batch * p.kv_heads, parts, plan.band_room(p) if ordered and parts == 1 else 0, ctas,
+        line_programs,
     )  # fmt: skip
     constants = (single, alike, TILE_TICKS, together, stream, HEADS, ROWS, ENTRIES)
     launch(_line_up, line_programs + row_programs, args, constants, WARPS)
 
     args = (
-        counts, bases, listed, whose, nth, ticks, taker, began, turn, has, starts, lists, key_tiles, ctas,
+        counts, totals, bases, listed, whose, nth, ticks, taker, began, turn, has, starts, lists, key_tiles, parts,
+        ctas,
     )  # fmt: skip
     launch(_deal, 1 + 2 * lists, args, (lanes, LISTED), DEAL_WARPS)
 
-    rows, programs = plan.padded_rows(p), -(-key_tiles // TILES)
+    programs = -(-key_tiles // TILES)
     args = (
         *entries, base, nth, counts, n, partial, rank, first, taker, began, turn, starts, made, visits, clocks,
-        *of_mask, key_tiles, p.kv_heads, p.group, share, items, int(mask.batch == 1), programs, p.q_heads, rows - 64,
+        *of_mask, key_tiles, p.kv_heads, p.group, share, items, int(mask.batch == 1), parts, programs, q_heads,
+        rows - 64,
     )  # fmt: skip
     constants = (
         *p.block, ordered, ordered or plan.heads_in_section(p) > 0, share % p.group == 0, long, TILES,
         min(VISITS, max(16, triton.next_power_of_2(p.longest))), GOLDEN, GOLDEN_BITS, TILE_FIELDS, VISIT_FIELDS, FULL,
         NO_TICKET,
     )  # fmt: skip
-    launch(_visit, programs + p.batch * p.q_heads * grid_rows, args, constants, WARPS)
-    return GradSchedule(made, starts, visits, ctas, rows)
+    launch(_visit, programs + p.batch * q_heads * grid_rows, args, constants, WARPS)
+    return GradSchedule(made, starts, visits, ctas, rows, n, parts)

@@ -6,6 +6,7 @@
     rank      of every entry in its list: the number of smaller query tiles there
 
 List (b * heads + h) * Nb + j has the partial blocks of key block j; as many lists later come those of full blocks.
+With `ranges` of `per_range` query tiles each, h counts the ranges of every head.
 Slots and room are given out by atomic additions, so they vary from run to run; ranks do not.
 
 Counts and columns of a mask with a fault are clamped or left out, so nothing is read or written out of bounds.
@@ -29,7 +30,9 @@ LISTED = 64  # rows of a list, read together
 WARPS = 4
 
 MASK = ("p_starts", "p_counts", "p_indices", "f_starts", "f_counts", "f_indices")
-_SIZES = ("rows", "grid_rows", "columns", "lists", "p_size", "f_size", "longest", "capacity")
+_SIZES = (
+    "rows", "grid_rows", "ranges", "per_range", "columns", "lists", "p_size", "f_size", "longest", "capacity",
+)  # fmt: skip
 _SCRATCH = ("base", "nth", "counts", "totals", "room", "listed", "whose", "tiles", "entries")
 
 
@@ -51,10 +54,16 @@ def column_of(p_indices, f_indices, p_first, p, f_first, m, e):
     return tl.where(e < p, of_p, tl.load(f_indices + f_first + e - p, mask=(e >= p) & (e < m), other=-1))
 
 
+@triton.jit
+def list_of(row, grid_rows, ranges, per_range, columns):
+    """The first list of a row's head, or range of it."""
+    return (row // grid_rows * ranges + row % grid_rows // per_range) * columns
+
+
 @triton.jit(do_not_specialize=_SIZES, do_not_specialize_on_alignment=MASK + _SCRATCH)
 def tally(
     p_starts, p_counts, p_indices, f_starts, f_counts, f_indices, base, nth, counts, totals,
-    rows, grid_rows, columns, lists, p_size, f_size, longest, capacity,
+    rows, grid_rows, ranges, per_range, columns, lists, p_size, f_size, longest, capacity,
     ROWS: tl.constexpr, ENTRIES: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -72,7 +81,8 @@ def tally(
         column = column_of(
             p_indices, f_indices, p_first[:, None], p[:, None], f_first[:, None], m[:, None], e
         )
-        listing = (row // grid_rows * columns)[:, None] + column + tl.where(e < p[:, None], 0, lists)
+        own_lists = list_of(row, grid_rows, ranges, per_range, columns)[:, None]
+        listing = own_lists + column + tl.where(e < p[:, None], 0, lists)
         known = there & (column >= 0) & (column < columns)
         at = tl.atomic_add(counts + listing, tl.full((ROWS, ENTRIES), 1, tl.int32), mask=known, sem="relaxed")
         tl.store(nth + own, tl.where(known, at, -1), mask=there)
@@ -90,7 +100,7 @@ def reserve_lists(counts, totals, room, lists, program, LISTS: tl.constexpr):
 @triton.jit
 def fill_lists(
     p_starts, p_counts, p_indices, f_starts, f_counts, f_indices, base, nth, room, listed, whose, rows,
-    grid_rows, columns, lists, p_size, f_size, longest, capacity, program,
+    grid_rows, ranges, per_range, columns, lists, p_size, f_size, longest, capacity, program,
     SLOTS: tl.constexpr, ROWS: tl.constexpr, ENTRIES: tl.constexpr,
 ):  # fmt: skip
     """The rows that every list has, and whose they are: the slots of these entries, or else the entries."""
@@ -110,7 +120,8 @@ def fill_lists(
         )
         at = tl.load(nth + own, mask=there, other=-1)
         there = there & (at >= 0)
-        listing = (row // grid_rows * columns)[:, None] + column + tl.where(e < p[:, None], 0, lists)
+        own_lists = list_of(row, grid_rows, ranges, per_range, columns)[:, None]
+        listing = own_lists + column + tl.where(e < p[:, None], 0, lists)
         at += tl.load(room + listing, mask=there, other=0)
         there = there & (at >= 0) & (at < capacity)  # sums of a mask with a fault may have wrapped around
         tl.store(listed + at, (row % grid_rows)[:, None] + e * 0, mask=there)
@@ -152,12 +163,13 @@ def _open(counts, totals, room, lists, LISTS: tl.constexpr):
 @triton.jit(do_not_specialize=_SIZES, do_not_specialize_on_alignment=MASK + _SCRATCH)
 def _fill(
     p_starts, p_counts, p_indices, f_starts, f_counts, f_indices, base, nth, room, listed, whose,
-    rows, grid_rows, columns, lists, p_size, f_size, longest, capacity,
+    rows, grid_rows, ranges, per_range, columns, lists, p_size, f_size, longest, capacity,
     ROWS: tl.constexpr, ENTRIES: tl.constexpr,
 ):  # fmt: skip
     fill_lists(
         p_starts, p_counts, p_indices, f_starts, f_counts, f_indices, base, nth, room, listed, whose,
-        rows, grid_rows, columns, lists, p_size, f_size, longest, capacity, tl.program_id(0), False, ROWS, ENTRIES,
+        rows, grid_rows, ranges, per_range, columns, lists, p_size, f_size, longest, capacity, tl.program_id(0),
+        False, ROWS, ENTRIES,
     )  # fmt: skip
 
 
@@ -193,7 +205,8 @@ def launched(mask: BlockMask) -> TransposedLists:
     entries = torch.empty(max(1, capacity), dtype=torch.int32, device=device)
     of_mask = (*mask.partial, *mask.full)
     numbers = (
-        mask.rows, grid_rows, columns, lists, len(mask.partial.indices), len(mask.full.indices), sizes.longest, capacity
+        mask.rows, grid_rows, 1, grid_rows, columns, lists, len(mask.partial.indices), len(mask.full.indices),
+        sizes.longest, capacity,
     )  # fmt: skip
     programs = -(-mask.rows // ROWS)
     args = (*of_mask, base, nth, counts, totals, *numbers)

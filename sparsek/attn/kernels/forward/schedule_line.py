@@ -7,9 +7,9 @@ import triton.language as tl
 
 
 @triton.jit
-def _section(tile, n, total, key_tiles, columns, sections, heads):
-    """0 for tiles far longer than the mean."""
-    own = tile // columns * sections // heads + 1
+def _section(tile, n, total, key_tiles, columns, sections, heads, parts):
+    """0 for tiles far longer than the mean; of parts without a visit, the last."""
+    own = tl.where((parts > 1) & (n == 0), sections, tile // columns * sections // heads) + 1
     return tl.where(n.to(tl.int64) * key_tiles > 4 * total.to(tl.int64), 0, own)
 
 
@@ -33,7 +33,7 @@ def _key(tile, n, columns, heads, in_turn):
 
 @triton.jit
 def place_tiles(
-    totals, n, rank, first, ticks, columns, key_tiles, sections, heads, in_turn, SINGLE: tl.constexpr,
+    totals, n, rank, first, ticks, columns, key_tiles, sections, heads, parts, in_turn, SINGLE: tl.constexpr,
     TILE_TICKS: tl.constexpr, TILES: tl.constexpr, STREAM: tl.constexpr
 ):  # fmt: skip
     """The place of key tiles in the line, and their first visits."""
@@ -41,7 +41,7 @@ def place_tiles(
     tile = tl.program_id(0) * TILES + tl.arange(0, TILES)
     live = tile < key_tiles
     own = tl.load(n + tile, mask=live, other=0)
-    section = _section(tile, own, total, key_tiles, columns, sections, heads)
+    section = _section(tile, own, total, key_tiles, columns, sections, heads, parts)
     key = _key(tile, own, columns, heads, in_turn)[:, None]
     place = tl.zeros((TILES,), dtype=tl.int32)
     before = tl.zeros((TILES,), dtype=tl.int32)
@@ -49,7 +49,7 @@ def place_tiles(
         other = start + tl.arange(0, STREAM)
         there = other < key_tiles
         length = tl.load(n + other, mask=there, other=0)
-        of_other = _section(other, length, total, key_tiles, columns, sections, heads)
+        of_other = _section(other, length, total, key_tiles, columns, sections, heads, parts)
         of_other = tl.where(there, of_other, 2147483647)[None, :]
         ahead = _key(other, length, columns, heads, in_turn)[None, :] < key
         ahead = (of_other < section[:, None]) | ((of_other == section[:, None]) & ahead)

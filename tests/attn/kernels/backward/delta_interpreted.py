@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from sparsek.attn.kernels.backward.delta import cast_quantized, prepare_rows
+from sparsek.attn.kernels.backward.delta import add_parts, cast_quantized, prepare_rows
 from sparsek.testing.poison import poisoned
 from tests.engine.launch.covering import once
 
@@ -129,3 +129,21 @@ def test_a_cast_writes_any_strides_and_nothing_beside() -> None:
     cast_quantized(held(acc), 1.0, turned)
     assert torch.equal(turned, acc[:, :, :50].to(HALF))
     cast_quantized(held(acc)[:0], 1.0, turned[:0])
+
+
+@pytest.mark.parametrize(("dims", "kv_len"), once(product(((32, 64), (40, 128)), (65, 128, 200))))
+def test_parts_are_added_in_order_and_rounded_once(dims: tuple[int, int], kv_len: int) -> None:
+    """Those without visits hold NaN; dk and dv have other strides."""
+    batch, heads, count, keys, (dim, v_dim) = 2, 2, 3, 64, dims
+    columns, first = -(-kv_len // keys), 64
+    lengths = torch.randint(0, 2, (batch, heads, count, columns), generator=torch.Generator().manual_seed(1))
+    parts = normal(batch, heads, count, columns, keys, first + 128)
+    parts = torch.where(lengths[..., None, None] > 0, parts, torch.nan)
+    dk, dv = (poisoned((batch, kv_len, heads, each), HALF).transpose(1, 2) for each in dims)
+    add_parts(parts.flatten(0, 3), lengths.int().flatten(), count, 0.5, dk, dv, first)
+    wanted = torch.zeros(batch, heads, columns, keys, first + 128)
+    for part in parts.nan_to_num().unbind(2):
+        wanted += part
+    wanted = wanted.flatten(2, 3)[:, :, :kv_len]
+    assert torch.equal(dk, (wanted[..., :dim] * 0.5).to(HALF))
+    assert torch.equal(dv, wanted[..., first : first + v_dim].to(HALF))

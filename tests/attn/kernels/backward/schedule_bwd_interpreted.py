@@ -18,15 +18,23 @@ from sparsek.attn.plan.attention_grad_schedule import NO_TICKET
 from sparsek.attn.plan.problems import AttentionProblem
 from sparsek.core.device import H200
 from tests.engine.launch.covering import once
-from tests.plan.test_attention_grad_schedule import drawn, problem, same
+from tests.plan.test_attention_grad_schedule import cut_for, drawn, problem, same
 from tests.plan.test_attention_schedule import bounded
 from tests.sampling import sampled
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-def check(mask: BlockMask, p: AttentionProblem, ctas: int, *, ordered: bool = True) -> None:
-    same(launched(p, mask, ctas, ordered=ordered), plan.schedule(p, mask, ctas, ordered=ordered))
+def check(
+    mask: BlockMask,
+    p: AttentionProblem,
+    ctas: int,
+    *,
+    ordered: bool = True,
+    cut: plan.TileParts | None = None,
+) -> None:
+    found = launched(p, mask, ctas, ordered=ordered, cut=cut)
+    same(found, plan.schedule(p, mask, ctas, ordered=ordered, cut=cut))
 
 
 @settings(max_examples=6)
@@ -56,6 +64,28 @@ MASKS: dict[str, tuple[BlockMask, tuple[int, int, int]]] = {
 def test_masks(name: str) -> None:
     mask, sizes = MASKS[name]
     check(mask, problem(mask, *sizes), 7)
+
+
+@pytest.mark.parametrize(
+    ("name", "cut"),
+    sampled(
+        [
+            ("causal", (1, 3)),
+            ("top-k, a list for each head", (1, 2)),
+            ("top-k", (1, 1)),
+            ("sinks", (1, 4)),
+            ("empty rows", (2, 1)),
+            ("nothing", (1, 2)),
+            ("bounds", (1, 2)),
+        ],
+        2,
+    ),
+)
+def test_parts(name: str, cut: tuple[int, int]) -> None:
+    mask, sizes = MASKS[name]
+    p = replace(problem(mask, *sizes), card=replace(H200, l2_bytes=1 << 21))
+    check(mask, p, 7, cut=cut_for((mask, *sizes), cut))
+    check(mask, p, 3, cut=cut_for((mask, *sizes), cut), ordered=False)
 
 
 def test_sections_of_heads() -> None:
@@ -123,7 +153,7 @@ def test_it_deals_as_the_plan_does(ticks: list[int], ctas: int, ordered: bool) -
     given_ticks = torch.tensor(sorted(ticks, reverse=True) if ordered else ticks, dtype=torch.int32)
     made = [torch.full((max(1, len(ticks)),), -9, dtype=torch.int32) for _ in range(3)]
     has, starts = torch.empty(64, dtype=torch.int32), torch.empty(ctas + 1, dtype=torch.int32)
-    args = [*[has] * 5, given_ticks, *made, has, starts, 0, len(ticks), ctas]
+    args = [*[has] * 6, given_ticks, *made, has, starts, 0, len(ticks), 1, ctas]
     deal: Any = schedule_bwd._deal
     deal[(1,)](*args, LANES=1 << (ctas - 1).bit_length(), LISTED=4)
     wanted = plan.deal(given_ticks, ctas)

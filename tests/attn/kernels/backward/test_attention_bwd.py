@@ -10,7 +10,10 @@ from typing import Any
 import pytest
 import torch
 
+import sparsek as sk
+from sparsek.attn.kernels.backward import hopper_bwd
 from sparsek.attn.mask.mask import BlockMask
+from sparsek.attn.plan.attention_grad_schedule import TileParts
 from sparsek.attn.plan.kernels import AttentionGradCall
 from sparsek.engine.table import load
 from tests.attn.attention_cases import MEMBER_CASES, AttentionCase, random_bits
@@ -139,6 +142,59 @@ def test_many_tiles_for_every_cta(name: str, block: int, dim: int, kind: str) ->
     assert gate.passed, f"seed {seed}: {gate}"
     for _ in range(20):
         again = differentiate(kernel, given)
+        assert all(torch.equal(a, b) for a, b in zip(found, again, strict=True)), f"seed {seed}: other bits"
+
+
+@pytest.mark.parametrize(("cut", "ordered"), list(product(((4, 1), (1, 1), (1, 3), (1, 8)), (True, False))))
+@pytest.mark.parametrize(("block", "dim"), list(product(((128, 128), (128, 64)), (64, 128))), ids=str)
+def test_key_tiles_in_parts(
+    block: tuple[int, int], dim: int, cut: tuple[int, int], ordered: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sinks that every query sees, tiles that none does, ragged ends; the sums of parts without visits hold NaN."""
+    monkeypatch.setattr(hopper_bwd, "tile_parts", lambda p, ctas: TileParts(*cut))
+    kernel, seed = load(HOPPER), fresh()
+    mask = BlockMask.sliding_window(1900, 200, sinks=70, block=block, device="cuda")
+    q, k, v = (randn(2, heads, 1900, dim) for heads in (8, 2, 2))
+    given = inputs(q, k, v, mask, with_lse=True)
+    for c in sampled(kernel.configs(problem(q, k, v, mask, deterministic=ordered)), 1, of=(cut, dim)):
+        config = replace(c, parts=True)
+        torch.full((1 << 24,), torch.nan, device="cuda")
+        found = differentiate(kernel, given, config, deterministic=ordered)
+        gate = judged(given, found)
+        assert gate.passed, f"{config}, seed {seed}: {gate}"
+        for _ in range(20 if ordered else 0):
+            again = differentiate(kernel, given, config)
+            assert all(torch.equal(a, b) for a, b in zip(found, again, strict=True)), f"{config}: other bits"
+
+
+@pytest.mark.parametrize(
+    ("tokens", "heads", "groups", "dim"), [(1500, 32, 2, 128), (2048, 16, 1, 64), (700, 12, 1, 128)]
+)
+def test_lists_of_tokens_whose_tiles_are_cut(tokens: int, heads: int, groups: int, dim: int) -> None:
+    """Of every token its own block, the first, and others; a captured call repeats with other numbers."""
+    seed = fresh()
+    torch.manual_seed(seed)
+    blocks = -(-tokens // 128)
+    own = torch.arange(tokens, device="cuda") // 128
+    chosen = torch.randint(0, blocks, (1, groups, tokens, 4), device="cuda", dtype=torch.int32)
+    chosen[..., 0], chosen[..., 1] = 0, own
+    q, k, v = (randn(1, each, tokens, dim) for each in (heads, groups, groups))
+    mask = sk.TokenLists(chosen, 128).mask_for(q, k)
+    p = problem(q, k, v, mask)
+    kernel, given = load(HOPPER), inputs(q, k, v, mask, with_lse=True)
+    assert kernel.default(p).parts
+    found = differentiate(kernel, given)
+    gate = judged(given, found)
+    assert gate.passed, f"seed {seed}: {gate}"
+    work, c = kernel.prepare(p, kernel.default(p), mask), kernel.default(p)
+    again = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    graph = torch.cuda.CUDAGraph()
+    with torch.no_grad(), torch.cuda.graph(graph):
+        kernel.launch(c, work, AttentionGradCall(*given[:9], *again))
+    for _ in range(20):
+        for x in again:
+            x.fill_(torch.nan)
+        graph.replay()
         assert all(torch.equal(a, b) for a, b in zip(found, again, strict=True)), f"seed {seed}: other bits"
 
 

@@ -92,6 +92,9 @@ FULL_OR_RULED = [
     Config(128, 128, (128, 128), 2, 2, interval=True, members=16),
     Config(128, 128, (128, 64), 1, 2, interval=True, members=16, member_ends=True, sums=0),
     Config(64, 64, (128, 128), 2, 2, interval=True, members=1, sums=2, queries=128),
+    Config(128, 128, (128, 128), 2, 2, interval=True, members=16, parts=True),
+    Config(128, 128, (128, 64), 1, 2, interval=True, members=16, sums=0, parts=True),
+    Config(64, 64, (128, 128), 2, 2, interval=True, members=4, sums=2, queries=128, parts=True),
 ]
 
 
@@ -123,6 +126,17 @@ def test_narrow_heads_take_128_queries_a_step_and_two_sums() -> None:
     assert KERNEL.default(problem(128, block=(128, 128))).queries == 64
     assert narrow.order_price > KERNEL.default(problem(block=(128, 128))).order_price > 1
     assert KERNEL.default(problem(64, block=(128, 128), deterministic=False)).order_price == 1
+
+
+def test_members_whose_rows_exceed_l2_are_cut_into_parts() -> None:
+    """The workspace is told, and holds no more sums of keys than there are of queries."""
+    sizes = {"batch": 1, "q_heads": 4, "kv_heads": 4, "q_len": 16 * 8192, "kv_len": 8192, "mask_heads": 4}
+    p = problem(stored=4 * 1024 * 64, longest=64, members=16, by_interval=True, exact=False, **sizes)
+    c = KERNEL.default(p)
+    assert c.parts
+    assert "tiles cut into parts" in c.texts
+    assert any("8 parts" in note and "268.4 MB" in note for note in KERNEL.notes(p, c))
+    assert not KERNEL.default(problem()).parts
 
 
 def test_time_follows_the_blocks_and_order_costs() -> None:
