@@ -152,6 +152,11 @@ def test_plans_name_the_rule_and_the_packed_heads() -> None:
         text = plan(q, k, k, mask, device="h200", kernel=f"portable.attention_{kernel}").explain()
         assert "partial by members" in text
         assert f"8 heads of a token are rows of one tile: q and results are copied, {size} MB a call" in text
+    wide = torch.zeros(1, 16, 64, 64, dtype=torch.bfloat16), torch.zeros(1, 1, 150, 64, dtype=torch.bfloat16)
+    text = sk.plan_attention_backward(
+        wide[0], wide[1], wide[1], drawn(64, 150, (8, 128)).mask, device="h200", kernel="hopper.attention_bwd"
+    ).explain()
+    assert "16 heads of a token are rows of one tile\n" in text
     p = sk.plan_attention(q, k, k, mask).problem
     assert (p.members, p.member_ends, p.pack) == (1, True, 8)
     assert (p.packed.members, p.packed.block, p.packed.q_heads, p.packed.q_len) == (8, (128, 64), 1, 37 * 8)

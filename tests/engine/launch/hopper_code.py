@@ -232,7 +232,10 @@ def _attention_bwd(c: attention_bwd.Config, dtype: str) -> tuple[Any, str, dict[
     wide = {"q_desc": c.dim, "k_desc": c.dim, "dk_desc": c.dim}
     wide |= {"v_desc": c.v_dim, "do_desc": c.v_dim, "dv_desc": c.v_dim}
     rows = {"q_desc": c.queries, "do_desc": c.queries}
-    types = {name: _descriptor((1, 1, rows.get(name, 64), dim), dtype) for name, dim in wide.items()}
+    boxes = {name: (1, 1, rows.get(name, 64), dim) for name, dim in wide.items()}
+    if c.pack > 1:
+        boxes |= {name: (1, 1, c.queries // c.pack, c.pack, wide[name]) for name in rows}
+    types = {name: _descriptor(box, dtype) for name, box in boxes.items()}
     types |= {name: _descriptor((1, c.queries), "fp32") for name in ("rows_desc", "bounds_desc")}
     types |= {"dq_desc": _descriptor((1, 2 * c.dim, 32), "fp32")}
     types |= {"scale": "fp32", "factor": "fp32"}

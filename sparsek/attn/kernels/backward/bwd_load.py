@@ -68,14 +68,23 @@ def load(
                     mbarrier.expect(q_bar, Q_BYTES)
             else:
                 mbarrier.expect(q_bar, Q_BYTES)
-            tma_load(q_desc, [b, h, pos, 0], q_bar, q_s.index(slot))
+            if T.pack > 1:  # of several heads of each token
+                tma_load(q_desc, [b, h, pos // T.pack, 0, 0], q_bar, q_s.index(slot))
+            else:
+                tma_load(q_desc, [b, h, pos, 0], q_bar, q_s.index(slot))
             tma_load(rows_desc, [row, 0], q_bar, rows_s.index(NUMBERS * slot))
             if QUERIES == 64:
                 mbarrier.expect(do_bar, 64 * VDIM * 2 + 256)
-                tma_load(do_desc, [b, h, pos, 0], do_bar, do_s.index(slot))
+                if T.pack > 1:
+                    tma_load(do_desc, [b, h, pos // T.pack, 0, 0], do_bar, do_s.index(slot))
+                else:
+                    tma_load(do_desc, [b, h, pos, 0], do_bar, do_s.index(slot))
                 tma_load(rows_desc, [row + plane, 0], do_bar, rows_s.index(NUMBERS * slot + 1))
             else:
                 tma_load(rows_desc, [row + plane, 0], q_bar, rows_s.index(NUMBERS * slot + 1))
                 mbarrier.expect(do_bar, QUERIES * VDIM * 2)
-                tma_load(do_desc, [b, h, pos, 0], do_bar, do_s.index(slot))
+                if T.pack > 1:
+                    tma_load(do_desc, [b, h, pos // T.pack, 0, 0], do_bar, do_s.index(slot))
+                else:
+                    tma_load(do_desc, [b, h, pos, 0], do_bar, do_s.index(slot))
             at += 1

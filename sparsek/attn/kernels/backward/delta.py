@@ -23,15 +23,24 @@ PART_ROWS = 16  # of keys, of each program that adds parts
 
 
 @triton.jit
-def deltas(out, grad, grad_lse, at, there, so_m, so_d, sg_m, sg_d, sn_m, DV: tl.constexpr):
-    """rowsum(grad * out) - grad_lse of rows `at` that are `there`, of one head."""
+def row_of(at, s_h, s_m, PACK: tl.constexpr):
+    """Where rows of a head begin; those of PACK heads are row at % PACK of token at // PACK."""
+    offset = at * s_m
+    if PACK > 1:
+        offset = (at // PACK) * s_m + (at % PACK) * s_h
+    return offset
+
+
+@triton.jit
+def deltas(out, grad, grad_lse, of_out, of_grad, of_lse, there, so_d, sg_d, DV: tl.constexpr):
+    """rowsum(grad * out) - grad_lse of rows of one head that are `there`, and where each begins."""
     col = tl.arange(0, triton.next_power_of_2(DV)).to(tl.int64)
     live = there[:, None] & (col < DV)[None, :]
-    o = tl.load(out + ((at * so_m)[:, None] + (col * so_d)[None, :]), mask=live, other=0.0)
-    do = tl.load(grad + ((at * sg_m)[:, None] + (col * sg_d)[None, :]), mask=live, other=0.0)
+    o = tl.load(out + (of_out[:, None] + (col * so_d)[None, :]), mask=live, other=0.0)
+    do = tl.load(grad + (of_grad[:, None] + (col * sg_d)[None, :]), mask=live, other=0.0)
     delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
     if grad_lse is not None:
-        delta -= tl.load(grad_lse + at * sn_m, mask=there, other=0.0)
+        delta -= tl.load(grad_lse + of_lse, mask=there, other=0.0)
     return delta
 
 
@@ -39,7 +48,7 @@ def deltas(out, grad, grad_lse, at, there, so_m, so_d, sg_m, sg_d, sn_m, DV: tl.
 def _prepare_rows(
     out, grad, lse, grad_lse, made, unit, q_len, rows, heads, plane,
     so_b, so_h, so_m, so_d, sg_b, sg_h, sg_m, sg_d, sl_b, sl_h, sl_m, sn_b, sn_h, sn_m,
-    DV: tl.constexpr, ROWS: tl.constexpr,
+    DV: tl.constexpr, ROWS: tl.constexpr, PACK: tl.constexpr,
 ):  # fmt: skip
     tiles = tl.cdiv(rows, ROWS)
     head = tl.program_id(0) // tiles
@@ -47,14 +56,16 @@ def _prepare_rows(
     h = (head % heads).to(tl.int64)
     at = (tl.program_id(0) % tiles * ROWS + tl.arange(0, ROWS)).to(tl.int64)
 
-    there = at < q_len
-    lg = tl.load(lse + b * sl_b + h * sl_h + at * sl_m, mask=there, other=float("-inf"))
+    there = at < q_len * PACK
+    lse += b * sl_b + h * PACK * sl_h
+    lg = tl.load(lse + row_of(at, sl_h, sl_m, PACK), mask=there, other=float("-inf"))
     seen = lg > float("-inf")
-    out += b * so_b + h * so_h
-    grad += b * sg_b + h * sg_h
+    out += b * so_b + h * PACK * so_h
+    grad += b * sg_b + h * PACK * sg_h
     if grad_lse is not None:
-        grad_lse += b * sn_b + h * sn_h
-    delta = deltas(out, grad, grad_lse, at, there, so_m, so_d, sg_m, sg_d, sn_m, DV)
+        grad_lse += b * sn_b + h * PACK * sn_h
+    of_out, of_grad = row_of(at, so_h, so_m, PACK), row_of(at, sg_h, sg_m, PACK)
+    delta = deltas(out, grad, grad_lse, of_out, of_grad, row_of(at, sn_h, sn_m, PACK), there, so_d, sg_d, DV)
 
     made += head.to(tl.int64) * rows + at
     tl.store(made, tl.where(seen | (lg != lg), lg * 1.4426950408889634, float("inf")) * unit, mask=at < rows)
@@ -69,16 +80,19 @@ def prepare_rows(
     rows: int,
     unit: float = 1.0,
     made: Tensor | None = None,
+    pack: int = 1,
 ) -> Tensor:
-    """float32 [2, B, Hq, rows], contiguous: lse in base 2 times `unit`, and delta = rowsum(grad * out) - grad_lse.
+    """float32 [2, B, Hq / pack, rows], contiguous: lse in base 2 times `unit`, and rowsum(grad * out) - grad_lse.
 
     out, grad: bf16 or fp16 [B, Hq, S, Dv], any strides. lse: float32 [B, Hq, S], natural logarithm; grad_lse: its
-    gradient or None; any strides. `rows` is at least S. Rows without any key (lse = -inf) and rows from S on are +inf
-    times `unit` and 0, whatever grad and grad_lse are there. Sums are float32, in an order that follows the strides of
+    gradient or None; any strides. Row i * pack + r of head h is that of token i and head h * pack + r. `rows` is at
+    least S * pack. Rows without any key (lse = -inf) and rows behind those are +inf times `unit` and 0, whatever grad
+    and grad_lse are there. Sums are float32, in an order that follows the strides of
     out and grad, because Triton distributes a tile over threads by them: the same values with other strides differ in
     the last bits. `made`: memory for the result. No sync.
     """
     batch, heads, q_len, v_dim = out.shape
+    heads //= pack
     if made is None:
         made = torch.empty((2, batch, heads, rows), dtype=torch.float32, device=out.device)
     if made.numel() == 0:
@@ -89,7 +103,7 @@ def prepare_rows(
             _prepare_rows, (batch * heads * triton.cdiv(rows, tile),),
             out, grad, lse, grad_lse, made, unit, q_len, rows, heads, batch * heads * rows,
             *out.stride(), *grad.stride(), *lse.stride(), *((0, 0, 0) if grad_lse is None else grad_lse.stride()),
-            DV=v_dim, ROWS=tile, num_warps=WARPS,
+            DV=v_dim, ROWS=tile, PACK=pack, num_warps=WARPS,
         )  # fmt: skip
     return made
 
@@ -97,9 +111,10 @@ def prepare_rows(
 @triton.jit(do_not_specialize=("scale", "rows", "q_len", "heads"))
 def _cast_quantized(
     acc, turns, dq, scale, rows, q_len, heads, sq_b, sq_h, sq_m, sq_d,
-    D: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, SUMS: tl.constexpr,
+    D: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, SUMS: tl.constexpr, PACK: tl.constexpr,
 ):  # fmt: skip
-    # Sums are in the order of bwd_dq.as_held: 16 rows together, and of these 8 columns, a row, a pair of columns.
+    # `q_len`: rows of a head of acc, in the order of bwd_dq.as_held: 16 rows together, and of these 8 columns, a row, a
+    # pair of columns.
     tiles = tl.cdiv(q_len, ROWS)
     head = tl.program_id(0) // tiles
     b = (head // heads).to(tl.int64)
@@ -118,19 +133,25 @@ def _cast_quantized(
     x = tl.reshape(tl.permute(x, (0, 4, 2, 1, 3, 5)), (ROWS, WIDTH)) * scale
     at = start + tl.arange(0, ROWS)
     col = tl.arange(0, WIDTH).to(tl.int64)
-    dq += b * sq_b + h * sq_h
+    dq += b * sq_b + h * PACK * sq_h
     live = (at < q_len)[:, None] & (col < D)[None, :]
-    tl.store(dq + (at * sq_m)[:, None] + (col * sq_d)[None, :], x.to(dq.dtype.element_ty), mask=live)
+    tl.store(
+        dq + row_of(at, sq_h, sq_m, PACK)[:, None] + (col * sq_d)[None, :],
+        x.to(dq.dtype.element_ty),
+        mask=live,
+    )
 
 
-def cast_quantized(acc: Tensor, scale: float, dq: Tensor, turns: Tensor | None = None) -> None:
+def cast_quantized(acc: Tensor, scale: float, dq: Tensor, turns: Tensor | None = None, pack: int = 1) -> None:
     """dq = scale * (acc[:, :, 0] + acc[:, :, 1] + ...), rounded once. No sync.
 
-    acc: float32 [B, Hq, sums, R, Dp], contiguous, every 16 rows in the order of bwd_dq.as_held; R is a multiple of 64,
-    and Dp a power of two from 32 to 256. dq: bf16 or fp16 [B, Hq, S, D], any strides, with S <= R and D <= Dp. With
-    turns, int32 [B * Hq * sums * R / 64], groups of 64 rows of a sum without a turn count as 0.
+    acc: float32 [B, Hq / pack, sums, R, Dp], contiguous, rows as in prepare_rows, every 16 in the order of
+    bwd_dq.as_held; R is a multiple of 64, and Dp a power of two from 32 to 256. dq: bf16 or fp16 [B, Hq, S, D], any
+    strides, with S * pack <= R and D <= Dp. With turns, int32 [B * Hq / pack * sums * R / 64], groups of 64 rows of a
+    sum without a turn count as 0.
     """
     batch, heads, q_len, dim = dq.shape
+    heads, q_len = heads // pack, q_len * pack
     if dq.numel() == 0:
         return
     sums, rows, width = acc.shape[2:]
@@ -139,7 +160,7 @@ def cast_quantized(acc: Tensor, scale: float, dq: Tensor, turns: Tensor | None =
         launch(
             _cast_quantized, (batch * heads * triton.cdiv(q_len, tile),),
             acc, turns, dq, scale, rows, q_len, heads, *dq.stride(),
-            D=dim, WIDTH=width, ROWS=tile, SUMS=sums, num_warps=WARPS,
+            D=dim, WIDTH=width, ROWS=tile, SUMS=sums, PACK=pack, num_warps=WARPS,
         )  # fmt: skip
 
 

@@ -48,6 +48,7 @@ from sparsek.attn.kernels.backward.bwd_load import load, load_keys
 from sparsek.attn.kernels.backward.delta import add_parts, cast_quantized, prepare_rows
 from sparsek.attn.kernels.backward.schedule_bwd import padded_bounds, schedule
 from sparsek.attn.kernels.forward import rules, score_args
+from sparsek.attn.kernels.forward.hopper_fwd import query_rows
 from sparsek.attn.kernels.forward.packed_rows import PackedRows
 from sparsek.attn.kernels.forward.portable_tiles import DIMS as PORTABLE
 from sparsek.attn.kernels.forward.rules import Ruled
@@ -108,6 +109,11 @@ class Config(KernelConfig, Ruled):
             f"{self.dq_slots} of dQ", rules.named(self), f"{self.sums or 'no'} sums in order",
             *self.true_names("softcap", "alibi"), *(["tiles cut into parts"] if self.parts else []),
         ]  # fmt: skip
+
+    @property
+    def pack(self) -> int:
+        """Heads of a token that are rows of one head: q, out and their gradients are read and written in place."""
+        return max(1, self.members)
 
     @property
     def ordered(self) -> bool:
@@ -384,7 +390,7 @@ class HopperAttentionGrad:
     def launch(self, c: Config, work: Work, call: AttentionGradCall) -> None:
         q, k, v, mask, scale, out, lse, grad, grad_lse, dq, dk, dv, scores = call
         made, bounds, none = work
-        batch, heads = q.shape[:2]
+        batch, heads = q.shape[0], q.shape[1] // c.pack
         rows = made.rows
         factor = score_args.factor(scale, scores)
         sums = batch * heads * c.accumulators
@@ -393,7 +399,7 @@ class HopperAttentionGrad:
         sizes += [len(made.lengths) * part_bytes(c) // 4] if c.parts else []
         sizes += [sums * (rows // 64) if c.ordered else 4]
         known, acc, *of_parts, turns = q.new_empty(sum(sizes), dtype=torch.float32).split(sizes)
-        prepare_rows(out, grad, lse, grad_lse, rows, -1 / factor, known.view(2, batch, heads, rows))
+        prepare_rows(out, grad, lse, grad_lse, rows, -1 / factor, known.view(2, batch, heads, rows), c.pack)
         known, turns = known.view(-1, c.queries), turns.view(torch.int32)
         acc = acc.view(batch, heads, c.accumulators, rows, c.dim)
         # In order, the first dQ of a tile is stored and not added; rows that no step visits have had no turn.
@@ -401,8 +407,8 @@ class HopperAttentionGrad:
         lists = 1 if bounds is None else bounds[0].numel() // rows
         held = known if bounds is None else bounds.view(-1, c.queries)
         args = (
-            describe_heads(q, c.queries, c.dim), describe_heads(k, 64, c.dim),
-            describe_heads(v, 64, c.v_dim), describe_heads(grad, c.queries, c.v_dim),
+            describe_queries(c, q, c.dim), describe_heads(k, 64, c.dim),
+            describe_heads(v, 64, c.v_dim), describe_queries(c, grad, c.v_dim),
             *(Described(x, tuple(x.shape), (c.queries, 1), (1, c.queries)) for x in (known, held)),
             Described(acc, (sums, rows * c.dim // 32, 32), (rows * c.dim, 32, 1), (1, 2 * c.dim, 32)),
             describe_heads(dk, 64, c.dim), describe_heads(dv, 64, c.v_dim), made.tiles, made.starts, made.visits,
@@ -416,11 +422,16 @@ class HopperAttentionGrad:
         # Tickets wait for CTAs of the same launch, so all CTAs must be resident together.
         options = {"launch_cooperative_grid": True} if c.ordered else None
         launch_on(q.device, attention_bwd_kernel, made.ctas, args, options)
-        cast_quantized(acc, scale, dq, turns if c.ordered else None)
+        cast_quantized(acc, scale, dq, turns if c.ordered else None, c.pack)
         if of_parts:
             add_parts(
                 of_parts[0].view(-1, c.keys, c.dim + c.v_dim), made.lengths, made.parts, scale, dk, dv, c.dim
             )
 
 
-KERNEL: AttentionGradKernel = PackedRows(HopperAttentionGrad())
+def describe_queries(c: Config, x: Tensor, dim: int) -> Described:
+    """A TMA description of q or grad: the rows of a step."""
+    return query_rows(x, c.pack, dim, c.queries) if c.pack > 1 else describe_heads(x, c.queries, dim)
+
+
+KERNEL: AttentionGradKernel = PackedRows(HopperAttentionGrad(), copies=False)

@@ -37,7 +37,7 @@ def _add_rows(
     for i in range(STEPS):
         at = ((tl.program_id(0) % chunks * STEPS + i) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
         there = at < q_len
-        delta = deltas(out, grad, grad_lse, at, there, so_m, so_d, sg_m, sg_d, sn_m, DV)
+        delta = deltas(out, grad, grad_lse, at * so_m, at * sg_m, at * sn_m, there, so_d, sg_d, DV)
         lg = tl.load(lse + at * sl_m, mask=there, other=float("inf"))
         lg = tl.where(lg == float("-inf"), float("inf"), lg)  # no key and no sink: -inf - -inf is NaN
         weight = tl.exp2((sink - lg) * 1.4426950408889634)

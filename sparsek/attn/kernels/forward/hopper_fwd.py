@@ -449,10 +449,12 @@ def packs(p: AttentionProblem) -> list[int]:
     return [1, pack]
 
 
-def query_rows(x: Tensor, pack: int, dim: int) -> Described:
-    """TMA description of q or out: 64 rows of [query, head of the pack]."""
+def query_rows(x: Tensor, pack: int, dim: int, rows: int = 64) -> Described:
+    """TMA description of q or out: `rows` rows of [query, head of the pack]."""
     (b, h, s, d), (sb, sh, ss, _) = x.shape, x.stride()
-    return Described(x, (b, h // pack, s, pack, d), (sb, sh * pack, ss, sh, 1), (1, 1, 64 // pack, pack, dim))
+    return Described(
+        x, (b, h // pack, s, pack, d), (sb, sh * pack, ss, sh, 1), (1, 1, rows // pack, pack, dim)
+    )
 
 
 KERNEL: AttentionKernel = HopperAttention()

@@ -4,7 +4,8 @@
     mask block (T, bk)    block (T * pack, bk)           the same lists, lo and hi of every row, members.rows = pack
 
 `PackedRows(kernel)` is a kernel for all masks: of one by members it plans the packed problem, copies the rows of q, out
-and their gradients, launches, and copies results back. k and v stay. Scores that change by the head do so by the row:
+and their gradients, launches, and copies results back; without `copies` the kernel reads and writes them in place. k
+and v stay. Scores that change by the head do so by the row:
 row r % pack of packed head g has the slope and the sink of head g * pack + r % pack, and token r // pack its position.
 """
 
@@ -51,8 +52,8 @@ class PackedWork:
 class PackedRows:
     """A kernel of attention, or of its gradients, that takes masks by members too."""
 
-    def __init__(self, kernel: Any) -> None:
-        self.kernel, self.name = kernel, kernel.name
+    def __init__(self, kernel: Any, *, copies: bool = True) -> None:
+        self.kernel, self.name, self.copies = kernel, kernel.name, copies
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["kernel"], name)
@@ -69,7 +70,7 @@ class PackedRows:
     def seconds(self, p: AttentionProblem, c: Any) -> float:
         """Those of the kernel, and of the copies: a launch and two passes for each."""
         seconds = self.kernel.seconds(p.packed, c)
-        if p.pack == 1:
+        if p.pack == 1 or not self.copies:
             return seconds
         call = AttentionCall if p.op == "attention" else AttentionGradCall
         launches = len(READ[call]) + len(WRITTEN[call])
@@ -78,10 +79,8 @@ class PackedRows:
     def notes(self, p: AttentionProblem, c: Any) -> list[str]:
         """Those of the kernel, and how many heads are packed."""
         own = getattr(self.kernel, "notes", None)
-        size = copied_bytes(p) / 1e6
-        packed = [
-            f"{p.pack} heads of a token are rows of one tile: q and results are copied, {size:.4g} MB a call"
-        ]
+        copied = f": q and results are copied, {copied_bytes(p) / 1e6:.4g} MB a call" if self.copies else ""
+        packed = [f"{p.pack} heads of a token are rows of one tile{copied}"]
         return (packed if p.pack > 1 else []) + (own(p.packed, c) if own else [])
 
     def prepare(self, p: AttentionProblem, c: Any, mask: BlockMask) -> Any:
@@ -94,6 +93,8 @@ class PackedRows:
         if not isinstance(work, PackedWork):
             return self.kernel.launch(c, work, call)
         mask: Any = work.mask()
+        if not self.copies:
+            return self.kernel.launch(c, work.work, call._replace(mask=mask))
         rows, given, results = mask.members.rows, {}, {}
         for name in READ[type(call)]:
             x = getattr(call, name)

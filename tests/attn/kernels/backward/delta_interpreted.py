@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from sparsek.attn.kernels.backward.delta import add_parts, cast_quantized, prepare_rows
+from sparsek.attn.kernels.forward.packed_rows import packed_rows
 from sparsek.testing.poison import poisoned
 from tests.engine.launch.covering import once
 
@@ -147,3 +148,18 @@ def test_parts_are_added_in_order_and_rounded_once(dims: tuple[int, int], kv_len
     wanted = wanted.flatten(2, 3)[:, :, :kv_len]
     assert torch.equal(dk, (wanted[..., :dim] * 0.5).to(HALF))
     assert torch.equal(dv, wanted[..., first : first + v_dim].to(HALF))
+
+
+@pytest.mark.parametrize("pack", [2, 16])
+def test_rows_of_several_heads_of_a_token_are_read_and_written_in_place(pack: int) -> None:
+    batch, heads, tokens, dim = 2, 2 * pack, 11, 40
+    rows = -(-tokens * pack // 64) * 64
+    out, grad = (normal(batch, tokens, heads, dim, seed=seed).to(HALF).transpose(1, 2) for seed in range(2))
+    lse, grad_lse = (normal(batch, tokens, heads, seed=seed).mT for seed in range(2, 4))
+    copies = [packed_rows(x, pack) for x in (out, grad, lse, grad_lse)]
+    found = prepare_rows(out, grad, lse, grad_lse, rows, pack=pack)
+    torch.testing.assert_close(found, prepare_rows(*copies, rows), rtol=0, atol=1e-5)
+    acc = normal(batch, heads // pack, rows, 64)
+    dq = poisoned((batch, tokens, heads, dim), HALF).transpose(1, 2)
+    cast_quantized(held(acc), 2.0, dq, pack=pack)
+    assert torch.equal(packed_rows(dq, pack), (acc[:, :, : tokens * pack, :dim] * 2).to(HALF))
