@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from torch.nn import functional
 from sparsek.attn.mask.operands import check_tensors
 from sparsek.attn.mask.token_lists import TokenLists
 from sparsek.attn.plan.attention_operands import checked_scale
-from sparsek.attn.policies.token import SCORES, TokenGrid, TokenPolicy, products, token_lists
+from sparsek.attn.policies.token import SCORES, TokenGrid, TokenPolicy, products, tile_scores, token_lists
 from sparsek.core import arguments, dtypes
 from sparsek.core.errors import InvalidInput
 from sparsek.core.tracing import not_traced
@@ -52,6 +52,7 @@ class NSA(TokenPolicy):
     always: tuple[int, int] = (1, 2)
     span: int = 32
     stride: int = 16
+    _sums: ClassVar[bool] = True  # whether the score of a block is a sum, else the largest
 
     def __post_init__(self) -> None:
         self._check_fields()
@@ -104,7 +105,10 @@ class NSA(TokenPolicy):
             def score(start: int, end: int) -> Tensor:
                 return self._pooled(grid, start, end, self._weights(grid, q, compressed, factor, start, end))
 
-            return token_lists(grid, (q.shape[0], heads), self, score, each_of(q, compressed.shape[2]))
+            rule: dict[str, Any] = {"scale": factor, "softmax": True, "sums": self._sums}
+            tiles = tile_scores(grid, q, compressed, heads, self.spans, **rule)
+            each = each_of(q, compressed.shape[2])
+            return token_lists(grid, (q.shape[0], heads), self, score, each, tiles)
 
     def _weights(
         self, grid: TokenGrid, q: Tensor, compressed: Tensor, scale: float, start: int, end: int
@@ -130,11 +134,8 @@ class NSA(TokenPolicy):
         left, right = grid.reach(start, end)
         covers, parts = self.span // self.stride, (right - left) * (self.block // self.stride)
         around = functional.pad(weights, (covers - 1, parts - weights.shape[-1]))
-        return self._joined(self._joined(around.unfold(-1, covers, 1)).unflatten(-1, (right - left, -1)))
-
-    def _joined(self, weights: Tensor) -> Tensor:
-        """The last dim in one."""
-        return weights.sum(-1)
+        joined = torch.sum if self._sums else torch.amax
+        return joined(joined(around.unfold(-1, covers, 1), -1).unflatten(-1, (right - left, -1)), -1)
 
 
 @dataclass(frozen=True)
@@ -168,9 +169,7 @@ class InfLLMv2(NSA):
 
     topk: int = 96
     always: tuple[int, int] = (1, 33)
-
-    def _joined(self, weights: Tensor) -> Tensor:
-        return weights.amax(-1)
+    _sums: ClassVar[bool] = False
 
 
 @dataclass(frozen=True)
@@ -313,7 +312,9 @@ class IndexHead(TokenPolicy):
                 ]
                 return torch.cat(parts, -1)
 
-            return token_lists(grid, (q.shape[0], q.shape[1]), self, score, each_of(q, grid.columns))
+            rule: dict[str, Any] = {"scale": 1.0, "softmax": False, "sums": False}
+            tiles = tile_scores(grid, q, keys, q.shape[1], (self.block, 1, 1), **rule)
+            return token_lists(grid, (q.shape[0], q.shape[1]), self, score, each_of(q, grid.columns), tiles)
 
     def _largest(
         self, grid: TokenGrid, rows: Tensor, keys: Tensor, start: int, blocks: tuple[int, int]

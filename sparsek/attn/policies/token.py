@@ -21,6 +21,7 @@ from sparsek.attn.mask.operands import check_tensors
 from sparsek.attn.mask.rule import MaskRule
 from sparsek.attn.mask.token_lists import LEAST, MOST, TokenLists
 from sparsek.attn.mask.traced import traceable
+from sparsek.attn.policies.maps import kernels
 from sparsek.core import arguments, dtypes
 from sparsek.core.errors import InvalidInput
 from sparsek.core.tracing import constant, not_traced
@@ -111,25 +112,47 @@ def best_blocks(grid: TokenGrid, scores: Tensor, start: int, topk: int, always: 
 
 
 def token_lists(
-    grid: TokenGrid, shape: tuple[int, int], policy: Any, score: Callable[[int, int], Tensor], each: int
+    grid: TokenGrid,
+    shape: tuple[int, int],
+    policy: Any,
+    score: Callable[[int, int], Tensor],
+    each: int,
+    tiles: Any = None,
 ) -> TokenLists:
     """The lists of `shape` batch items and heads.
 
     `score(start, end)` returns the scores of the blocks in `grid.reach(start, end)`, with `each` numbers at once for a
-    query.
+    query. `tiles`: a kernel that does the same, of `tile_scores`.
     """
-    queries = grid.position.shape[0]
+    queries, by_kernel = grid.position.shape[0], kernels("token_scores", grid.position)
     some = max(1, min(policy.topk, grid.columns))
     parts = max(grid.block // MOST, 1)  # blocks of lists in a block
     made = torch.full((*shape, queries, some * parts), -1, dtype=torch.int32, device=grid.position.device)
-    step = max(SCORES // each, 1)
+    step = max(SCORES // (each if tiles is None else tiles.numbers), 1)
     for start in range(0, queries, step):
         end = min(start + step, queries)
-        left, right = grid.reach(start, end)
-        if left < right:
-            found = best_blocks(grid, score(start, end), start, some, policy.always)
+        reach = grid.reach(start, end)
+        if reach[0] == reach[1]:
+            continue
+        scores = score(start, end) if tiles is None else tiles(start, end, reach)
+        places = grid.position, grid.first, start, reach, grid.block
+        if by_kernel is None or not by_kernel.pick(made, scores, *places, some, policy.always):
+            found = best_blocks(grid, scores, start, some, policy.always)
             made[:, :, start:end] = _in_parts(grid, found, start, parts).to(torch.int32)
     return TokenLists(made, min(grid.block, MOST))
+
+
+def tile_scores(
+    grid: TokenGrid, q: Tensor, keys: Tensor, heads: int, spans: tuple[int, int, int], **options: Any
+) -> Any:
+    """A kernel that scores blocks by key i of [B, H, n, D] for `span` keys from i * stride on; None if there is none
+    for these.
+    """
+    found = kernels("token_scores", q, keys)
+    if found is None or grid.columns > found.MOST_COLUMNS:
+        return None
+    tiles = found.Tiles(q, keys, grid.position, grid.first, heads, spans, **options)
+    return tiles if tiles.usable else None
 
 
 def _in_parts(grid: TokenGrid, found: Tensor, start: int, parts: int) -> Tensor:

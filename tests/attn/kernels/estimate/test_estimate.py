@@ -19,7 +19,7 @@ from tests.engine.launch.covering import once
 
 pytest.importorskip("triton")
 
-from sparsek.attn.kernels.estimate import coarse, maps, mass, means, scores
+from sparsek.attn.kernels.estimate import coarse, maps, mass, means, scores, token_scores
 from tests.engine.launch.portable_code import Code, compiled
 from tests.problems import CARDS
 from tests.sampling import sampled
@@ -83,6 +83,23 @@ def test_parts_of_a_block_are_added_within_a_thread(dim: int) -> None:
     assert "cp.async.bulk.tensor" in code.ptx
     assert code.ptx.count("shfl.sync") < 20  # of whole tiles; none for each block
     assert code.shared <= CARDS["sm_90"].smem_bytes // 2
+
+
+@pytest.mark.parametrize("softmax", sampled([False, True], 1))
+def test_scores_for_each_query_leave_only_cells(softmax: bool) -> None:
+    c = token_scores.WEIGHTS if softmax else token_scores.PRODUCTS
+    types = {"q": "*bf16", "k": "*bf16", "out": "*fp32", "position": "*i64", "first": "*i64", "scale": "fp32"}
+    spans = (16, 16, 4, 2, 2, 4, 16, 32) if softmax else (1, 1, 64, 1, 1, 128, 1, 1)
+    names = ("GROUP", "PACK", "CELL", "PLANES", "COVERS", "PARTS", "STRIDE", "SPAN")
+    constants: dict[str, Any] = dict(zip(names, spans, strict=True)) | {
+        "SOFTMAX": softmax, "SUMS": softmax, "D": 128, "WIDE": 128, "ROWS": c.rows, "TN": c.keys, "sq_d": 1, "sk_d": 1,
+    }  # fmt: skip
+    code = compiled(token_scores._score, types, constants, CARDS["sm_90"], c.num_warps, c.num_stages)
+    assert code.stack == 0
+    assert code.copies
+    assert "wgmma.mma_async" in code.ptx
+    assert code.shared <= CARDS["sm_90"].smem_bytes // 2
+    assert code.registers * 32 * c.num_warps <= 32768  # two programs on an SM
 
 
 UNUSED: dict[bool, dict[str, Any]] = {True: {"within": None}, False: {}}
