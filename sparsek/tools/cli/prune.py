@@ -28,8 +28,8 @@ from sparsek.models import prune as pruning
 from sparsek.models import quality, scores, stream
 from sparsek.models.checkpoint import weight_files
 from sparsek.models.config import AUTO, BlockSemiSparse, BlockSparse, Float8, SemiSparse, matches
+from sparsek.models.layer import linear_layers
 from sparsek.models.report import ModelReport, Quality
-from sparsek.nn.replace import linear_layers
 from sparsek.products.ops.weight_formats import FORMATS, FP8
 from sparsek.tools.cli.options import Keep
 
