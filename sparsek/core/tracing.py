@@ -278,33 +278,39 @@ def _of_values(what: str, make: Callable[Given, Made]) -> Callable[Given, Made]:
     return made
 
 
-def not_traced(what: str) -> Callable[[Callable[Given, Made]], Callable[Given, Made]]:
-    """For functions whose results are kept: they run as Python and outside inference mode, whose tensors no backward
-    pass can save.
-
-    Under torch.compile they raise InvalidInput with `what` as the name of the result. Under fullgraph=True that is
-    torch's error; otherwise the function runs between two graphs.
+def untraced(what: str, instead: str) -> Callable[[Callable[Given, Made]], Callable[Given, Made]]:
+    """For functions that run as Python. Under torch.compile they raise InvalidInput with `what` and `instead`. Under
+    fullgraph=True that is torch's error; otherwise the function runs between two graphs.
     """
 
     def decorate(make: Callable[Given, Made]) -> Callable[Given, Made]:
-        make = _of_values(what, torch.inference_mode(False)(reads_values(f"{what} follows values")(make)))
-        untraced: list[Any] = []
+        disabled: list[Any] = []
 
         @functools.wraps(make)
         def made(*args: Given.args, **kwargs: Given.kwargs) -> Made:
             if CONSTANT:
                 return make(*args, **kwargs)
             if torch.compiler.is_compiling():
-                raise InvalidInput(
-                    f"{what} is made inside torch.compile; make it outside and pass it to the compiled function"
-                )
+                raise InvalidInput(f"{what} inside torch.compile; {instead}")
             if "torch._dynamo" not in sys.modules:  # nothing is compiled, and importing it takes seconds
                 return make(*args, **kwargs)
-            if not untraced:
-                untraced.append(torch.compiler.disable(make))
-            return untraced[0](*args, **kwargs)
+            if not disabled:
+                disabled.append(torch.compiler.disable(make))
+            return disabled[0](*args, **kwargs)
 
         return made
+
+    return decorate
+
+
+def not_traced(what: str) -> Callable[[Callable[Given, Made]], Callable[Given, Made]]:
+    """For functions whose results are kept, with `what` as the name of the result: as `untraced`, and outside inference
+    mode, whose tensors no backward pass can save.
+    """
+
+    def decorate(make: Callable[Given, Made]) -> Callable[Given, Made]:
+        make = _of_values(what, torch.inference_mode(False)(reads_values(f"{what} follows values")(make)))
+        return untraced(f"{what} is made", "make it outside and pass it to the compiled function")(make)
 
     return decorate
 
