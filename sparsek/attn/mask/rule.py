@@ -359,12 +359,15 @@ def block_scores(q: Tensor, k: Tensor, block: tuple[int, int]) -> Tensor:
 
     The mean of queries is also over the heads of q that share a head of k.
     """
-    tiles = _means(q, block[0])
-    tiles = tiles.unflatten(1, (k.shape[1], -1)).mean(2)
-    return tiles @ _means(k, block[1]).mT
+    return tile_means(q, k.shape[1], block[0]) @ block_means(k, block[1]).mT
 
 
-def _means(x: Tensor, side: int) -> Tensor:
+def tile_means(q: Tensor, kv_heads: int, side: int) -> Tensor:
+    """float32 [B, Hkv, tiles, D]: the mean of each tile's queries, and of the heads that share a head of k."""
+    return block_means(q, side).unflatten(1, (kv_heads, -1)).mean(2)
+
+
+def block_means(x: Tensor, side: int) -> Tensor:
     """float32 [B, H, blocks, D]: the mean of each `side` rows of [B, H, L, D], and of the remaining ones."""
     whole = x.shape[2] // side * side
     means = [x[:, :, :whole].unflatten(2, (-1, side)).mean(3, dtype=torch.float32)] if whole else []
@@ -395,14 +398,15 @@ def _chosen(policy: MaskPolicy, q: Tensor, k: Tensor) -> BlockMask:
         frame = Frame(q_len=q.shape[2], kv_len=k.shape[2], block=policy.block, device=q.device)
         return BlockMask.causal(**frame) if policy.causal else BlockMask.full(**frame)
     place = Place.of(q_len=q.shape[2], kv_len=k.shape[2], block=policy.block, device=q.device)
+    q, k = values_of(q, "q"), values_of(k, "k")
+    return untransformed(lambda: best_of(policy, block_scores(q, k, place.block), place))
+
+
+def best_of(policy: MaskPolicy, scores: Tensor, place: Place) -> BlockMask:
+    """The mask of a top-k policy, by `block_scores`."""
     back, sinks = (policy.window or 1) - 1, -(-policy.sinks // place.block[1])
     near = LocalBlocks(
         min(sinks, place.grid[1]), min(back, place.reach), 0 if policy.causal else min(back, place.reach)
     )
-    q, k = values_of(q, "q"), values_of(k, "k")
     label = "causal" if policy.causal else "full"
-    return untransformed(
-        lambda: best_near(
-            BlockMask, block_scores(q, k, place.block), place, policy.causal, policy.topk or 0, near, label
-        )
-    )
+    return best_near(BlockMask, scores, place, policy.causal, policy.topk or 0, near, label)
