@@ -1,4 +1,4 @@
-"""All errors, in four classes, and the warning. Every message states what was wrong, where, and what would be right."""
+"""All errors, in five classes, and the warning. Every message states what was wrong, where, and what would be right."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -18,6 +18,10 @@ class InvalidInput(SparseKError, ValueError):
 
 class InvalidFile(SparseKError, ValueError):
     """A file is corrupt, hostile, or not of the kind that its name implies."""
+
+
+class MeshError(SparseKError, RuntimeError):
+    """A collective failed; the message names the rank and what was exchanged."""
 
 
 class Unsupported(SparseKError, NotImplementedError):

@@ -1,0 +1,1 @@
+"""Plans of attention over several processes, on torch.distributed."""

@@ -1,0 +1,138 @@
+"""The pieces of a plan: which keys or queries come to this rank together, and the mask of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from sparsek.attn.mask.mask import BlockMask
+from sparsek.core.errors import InvalidInput
+from sparsek.distributed.deal import Deal, entries_of, ranges
+from sparsek.distributed.exchange import Exchange
+from sparsek.distributed.plan import MeshPlan, once
+from sparsek.distributed.submask import submask
+
+
+@dataclass(frozen=True, eq=False)
+class Piece:
+    """Keys or queries that arrive together: their exchange, the mask of them and of what is here, and their number."""
+
+    exchange: Exchange
+    mask: BlockMask
+    length: int
+
+
+def key_pieces(plan: MeshPlan, batch: int, kv_heads: int, device: torch.device, pieces: int) -> list[Piece]:
+    """The keys that this rank attends to: with one piece all of them in order, otherwise its own first.
+
+    Masks by members with a window or sinks count keys from the ends of intervals, so theirs are one piece.
+    """
+    pieces = 1 if at_ends(plan.mask) else min(pieces, plan.ranks)
+
+    def make() -> list[Piece]:
+        ranks = np.arange(plan.ranks)
+        shift = (ranks[:, None] - ranks) % plan.ranks  # from rank s to rank r
+        of = np.zeros_like(shift)
+        if pieces > 1:
+            of = np.where(shift == 0, 0, 1 + (shift - 1) * (pieces - 1) // max(plan.ranks - 1, 1))
+        return [_keys_from(plan, of == piece, batch, kv_heads, device) for piece in range(pieces)]
+
+    return once(plan._kept, ("keys", batch, kv_heads, device, pieces), make)
+
+
+def _keys_from(plan: MeshPlan, met: np.ndarray, batch: int, kv_heads: int, device: torch.device) -> Piece:
+    """Keys from the ranks s with met[r, s], for each rank r."""
+    mask, rank, parts = plan.mask, plan._here, plan._parts
+    needs = plan._needs(kv_heads) & met[:, parts.keys.owners(mask.block[1])][:, None]
+    exchange, length = _gathered(
+        plan, needs, parts.keys, mask.block[1], (batch, kv_heads), device, "keys and values"
+    )
+    rows = mask.batch * mask.heads
+    share = rows // needs.shape[1]  # heads of the mask that read one head of k
+    kept = [np.flatnonzero(needs[rank, row // share]) for row in range(rows)]
+    tiles = [parts.queries.parts(rank, mask.block[0])] * rows
+    q_len = int(parts.queries.tokens[rank])
+    return Piece(exchange, submask(mask, tiles, kept, q_len, length, device), length)
+
+
+def query_piece(plan: MeshPlan, batch: int, q_heads: int, device: torch.device) -> Piece:
+    """The queries that see keys of this rank, and their mask with its keys."""
+    refuse_ends(plan.mask, at_ends(plan.mask))
+
+    def make() -> Piece:
+        mask, rank, keys = plan.mask, plan._here, plan._parts.keys
+        rows, tiles = mask.batch * mask.heads, max(mask.grid[0], 1)
+        seeing = np.zeros((plan.ranks, rows, mask.grid[0]), bool)
+        owner = keys.owners(mask.block[1])
+        for row, column in entries_of(mask):
+            seeing[owner[column], row // tiles, row % tiles] = True
+        exchange, length = _gathered(
+            plan,
+            seeing,
+            plan._parts.queries,
+            mask.block[0],
+            (batch, q_heads),
+            device,
+            "queries and gradients",
+        )
+        seen = [np.flatnonzero(seeing[rank, row]) for row in range(rows)]
+        blocks = [keys.parts(rank, mask.block[1])] * rows
+        return Piece(exchange, submask(mask, seen, blocks, length, int(keys.tokens[rank]), device), length)
+
+    return once(plan._kept, ("queries", batch, q_heads, device), make)
+
+
+def at_ends(mask: BlockMask) -> bool:
+    """Whether queries see keys by their distance to the end of an interval, which must then be whole."""
+    return mask.members is not None and mask.members.at_ends
+
+
+def refuse_ends(mask: Any, ends: bool) -> None:
+    """InvalidInput for a mask, or lists, with such queries, which exact=True does not take."""
+    if ends:
+        raise InvalidInput(
+            f"exact=True with {mask.label}: its window and sinks are counted from the ends of all keys, and the owner "
+            'of keys has not all of them; plan with how="heads", or leave exact out'
+        )
+
+
+def _gathered(
+    plan: MeshPlan,
+    needs: np.ndarray,
+    deal: Deal,
+    side: int,
+    heads: tuple[int, int],
+    device: torch.device,
+    what: str,
+) -> tuple[Exchange, int]:
+    """How blocks of `side` tokens come to the ranks that need them, bool [ranks, groups, blocks].
+
+    Tensors have heads [batch, heads]; each of them has the blocks of its group, in ascending order and filled up with
+    zeros to the length that is returned.
+    """
+    rank, (ranks, groups, count), batch = plan._here, needs.shape, plan.mask.batch
+    owner = deal.owners(side)
+    own, length = int(deal.tokens[rank]), int(needs[rank].sum(1).max(initial=0)) * side
+    tokens = np.minimum(np.arange(1, count + 1) * side, deal.length) - np.arange(count) * side
+    mine = owner == rank
+    first = np.where(mine, np.cumsum(mine) - 1, 0) * side  # of a block of this rank, in its shard
+    at = np.arange(heads[0] * heads[1])
+    item, head = at // heads[1] if batch > 1 else 0, at % heads[1]
+    group = item * (groups // batch) + head * (groups // batch) // heads[1]
+    column = np.cumsum(needs[rank], 1) - 1  # of each kept block
+    send, place = [], []
+    for other in range(ranks):
+        out, to = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
+        for each, of in zip(at, group, strict=True):
+            blocks = np.flatnonzero(needs[other, of] & mine)
+            out.append(each * own + ranges(first[blocks], tokens[blocks]))
+            blocks = np.flatnonzero(needs[rank, of] & (owner == other))
+            to.append(each * length + ranges(column[of, blocks] * side, tokens[blocks]))
+        send.append(np.concatenate(out))
+        place.append(np.concatenate(to))
+    return Exchange.of(
+        send, place, (at.size * own, at.size * length), plan._parts.group, device, what
+    ), length

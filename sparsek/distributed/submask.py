@@ -1,0 +1,114 @@
+"""The part of a mask between some tiles of queries and some blocks of keys, packed one after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sparsek.attn.mask.lists import BlockLists, exact_sizes
+from sparsek.attn.mask.mask import BlockMask
+from sparsek.distributed.deal import ranges
+
+
+def submask(
+    mask: BlockMask,
+    tiles: Sequence[np.ndarray],
+    blocks: Sequence[np.ndarray],
+    q_len: int,
+    kv_len: int,
+    device: torch.device,
+) -> BlockMask:
+    """The mask of these query tiles and these key blocks, which stand one after the other in ascending order.
+
+    Ascending blocks keep every interval of keys an interval: its ends are mapped by counting the kept keys before
+    them. So full blocks, rules by interval, bits and members stay what they are, and a tile visits its blocks in the
+    order of the whole mask.
+
+    Args:
+        mask: The whole mask; its lists are read on the host.
+        tiles: For each of mask.batch * mask.heads rows of lists the kept tiles, ascending; shorter ones are padded
+            with tiles that visit nothing.
+        blocks: In the same way the kept blocks. Other blocks that a tile visits are dropped.
+        q_len: Queries of the result, at most as many as the longest of `tiles` has.
+        kv_len: Keys of the result.
+        device: Where the result is made.
+    """
+    bq, (whole_tiles, columns), host = mask.block[0], mask.grid, mask.host
+    groups, rows = mask.batch * mask.heads, -(-q_len // bq)
+    place = np.full((groups, columns), -1, np.int64)
+    for group, kept in enumerate(blocks):
+        place[group, kept] = np.arange(kept.size)
+    at = np.concatenate([group * rows + np.arange(kept.size) for group, kept in enumerate(tiles)])
+    of = np.concatenate([group * whole_tiles + kept for group, kept in enumerate(tiles)])
+    words = 1 if mask.members is None else mask.members.words(bq)
+    made, entries = [], np.empty(0, np.int64)
+    for given in (host.full, host.partial):
+        counts = given.counts[of].astype(np.int64)
+        entries = ranges(given.starts[of].astype(np.int64), counts)
+        row = np.repeat(np.arange(of.size), counts)
+        column = place[of[row] // max(whole_tiles, 1), given.indices[entries]]
+        kept = column >= 0
+        entries, found = entries[kept], np.zeros(groups * rows, np.int64)
+        found[at] = np.bincount(row[kept], minlength=of.size)
+        made.append((np.cumsum(found) - found, found, column[kept]))
+    rules = None if host.rules is None else host.rules.reshape(-1, words)[entries].ravel()
+    lo, hi = _interval(mask, tiles, place, q_len)
+    sizes = exact_sizes(made[0][1], made[1][1])
+
+    def there(x: np.ndarray | None) -> Tensor | None:
+        return None if x is None else torch.from_numpy(np.ascontiguousarray(x, np.int32)).to(device)
+
+    lists = [BlockLists(*(there(part) for part in parts)) for parts in made]  # pyright: ignore[reportArgumentType]
+    return BlockMask.unchecked(
+        q_len=q_len, kv_len=kv_len, block=mask.block, batch=mask.batch, heads=mask.heads,
+        full=lists[0], partial=lists[1], lo=there(lo), hi=there(hi), rules=there(rules),
+        bits=None if mask.bits is None else mask.bits.to(device), sizes=sizes, pure=mask.pure,
+        label=f"part of {mask.label or 'blocks'}", members=mask.members,
+    )  # fmt: skip
+
+
+def _interval(
+    mask: BlockMask, tiles: Sequence[np.ndarray], place: np.ndarray, q_len: int
+) -> tuple[np.ndarray | None, np.ndarray | None]:
+    """lo and hi [groups, q_len] of the kept queries, counted in kept keys. None where bits alone decide."""
+    (bq, bk), host, groups = mask.block, mask.host, len(tiles)
+    if mask.lo is None and mask.bits is not None:
+        return None, None
+    lo, hi = np.zeros((groups, q_len), np.int64), np.zeros((groups, q_len), np.int64)
+    for group, kept in enumerate(tiles):
+        queries = (kept[:, None] * bq + np.arange(bq)).ravel()
+        queries = queries[queries < mask.q_len][:q_len]
+        stored = place[group] >= 0
+        before = np.concatenate(([0], np.cumsum(stored))) * bk
+        for made, given, none in ((lo, host.lo, 0), (hi, host.hi, mask.kv_len)):
+            ends = np.full(queries.size, none)
+            if given is not None:
+                ends = given[group if given.shape[0] > 1 else 0][queries].astype(np.int64)
+            block, inside = ends // bk, ends % bk
+            made[group, : queries.size] = before[block] + np.where(np.append(stored, False)[block], inside, 0)
+    return lo, hi
+
+
+def heads_part(mask: BlockMask, heads: np.ndarray, device: torch.device) -> BlockMask:
+    """The mask with the lists of these heads, whose entries are those of the whole mask."""
+    (tiles, _), at = mask.grid, torch.from_numpy(heads).to(mask.device)
+
+    def part(x: Tensor, width: int) -> Tensor:
+        return x.view(mask.batch, mask.heads, width).index_select(1, at).reshape(-1, width)
+
+    full, partial = (
+        BlockLists(part(each.starts, tiles).flatten(), part(each.counts, tiles).flatten(), each.indices)
+        for each in (mask.full, mask.partial)
+    )
+    lo, hi = (x if x is None or x.shape[0] == 1 else part(x, mask.q_len) for x in (mask.lo, mask.hi))
+    lists = mask.host.full, mask.host.partial
+    counts = (each.counts.reshape(mask.batch, mask.heads, tiles)[:, heads] for each in lists)
+    made = BlockMask.unchecked(
+        q_len=mask.q_len, kv_len=mask.kv_len, block=mask.block, batch=mask.batch, heads=heads.size,
+        full=full, partial=partial, lo=lo, hi=hi, rules=mask.rules, bits=mask.bits, sizes=exact_sizes(*counts),
+        pure=mask.pure, label=f"{heads.size} heads of {mask.label or 'blocks'}", members=mask.members,
+    )  # fmt: skip
+    return made.to(device)
