@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from sparsek.core import aliases, doors
 
 if TYPE_CHECKING:
-    from sparsek import nn
+    from sparsek import distributed, nn
     from sparsek.attn import policies
     from sparsek.attn.mask.mask import BlockMask
     from sparsek.attn.mask.pages import PageLists
@@ -26,7 +26,14 @@ if TYPE_CHECKING:
     from sparsek.attn.ops.attention_paged import attention_paged, plan_attention_paged
     from sparsek.attn.ops.attention_varlen import attention_varlen
     from sparsek.attn.reference.attention import merge_attention
-    from sparsek.core.errors import InvalidFile, InvalidInput, SparseKError, SparseKWarning, Unsupported
+    from sparsek.core.errors import (
+        InvalidFile,
+        InvalidInput,
+        MeshError,
+        SparseKError,
+        SparseKWarning,
+        Unsupported,
+    )
     from sparsek.engine.plan.plan import Plan
     from sparsek.files.io import load, save
     from sparsek.models.checkpoint import load_model, save_model
@@ -67,6 +74,7 @@ __all__ = [
     "InvalidFile",
     "InvalidInput",
     "MaskPolicy",
+    "MeshError",
     "PageLists",
     "Plan",
     "Quantized",
@@ -83,6 +91,7 @@ __all__ = [
     "attention_varlen",
     "choose_format",
     "densify_",
+    "distributed",
     "linear",
     "load",
     "load_model",
@@ -120,6 +129,7 @@ _HOMES = {
     "SemiSparse": "sparsek.models.config",
     "InvalidFile": "sparsek.core.errors",
     "InvalidInput": "sparsek.core.errors",
+    "MeshError": "sparsek.core.errors",
     "FormatChoice": "sparsek.products.ops.choose",
     "MaskPolicy": "sparsek.attn.mask.rule",
     "PageLists": "sparsek.attn.mask.pages",
@@ -145,6 +155,7 @@ _HOMES = {
     "plan_attention": "sparsek.attn.ops.attention",
     "plan_attention_backward": "sparsek.attn.ops.attention",
     "plan_attention_paged": "sparsek.attn.ops.attention_paged",
+    "distributed": "sparsek.distributed",
     "choose_format": "sparsek.products.ops.choose",
     "densify_": "sparsek.models.sparsify",
     "sparsify_": "sparsek.models.sparsify",
@@ -164,7 +175,7 @@ _HOMES = {
 }
 
 aliases.install()
-ROOMS = ("nn", "policies")  # public names that are modules
+ROOMS = ("distributed", "nn", "policies")  # public names that are modules
 
 
 def __getattr__(name: str) -> Any:

@@ -1,1 +1,24 @@
-"""Plans of attention over several processes, on torch.distributed."""
+"""Attention over several processes, on torch.distributed: `sk.distributed`.
+
+plan = sk.distributed.plan(mask, mesh)                   which rank owns which tokens, balanced by visited pairs
+x = sk.distributed.shard_sequence(x, plan, dim=1)        this rank's tokens; their places: positions(plan)
+out = sk.distributed.attention(q, k, v, plan)            of shards [B, H, S_r, D]
+y = sk.distributed.unshard_sequence(y, plan, dim=1)
+"""
+
+from sparsek.distributed.attention import attention
+from sparsek.distributed.plan import MeshPlan
+from sparsek.distributed.planning import plan
+from sparsek.distributed.sequence import positions, shard_sequence, unshard_sequence
+from sparsek.distributed.simulate import Simulated, simulate
+
+__all__ = [
+    "MeshPlan",
+    "Simulated",
+    "attention",
+    "plan",
+    "positions",
+    "shard_sequence",
+    "simulate",
+    "unshard_sequence",
+]

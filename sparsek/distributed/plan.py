@@ -214,7 +214,7 @@ class MeshPlan:
         Example:
             >>> import sparsek as sk
             >>> plan = sk.distributed.plan(sk.BlockMask.sliding_window(65536, 4096), 8)
-            >>> plan.received(1, 32, 8, 128).max() // 2**20  # of 256 MiB of K and V
+            >>> int(plan.received(1, 32, 8, 128).max()) // 2**20  # MiB of 256 of all K and V
             16
         """
         batch = arguments.integer("batch", batch, 1, INT32_MAX)

@@ -553,6 +553,7 @@ REASONS = {
     "BlockPattern.drawn": "takes no arguments",
     "BlockMask.drawn": "drawn under BlockMask.plot",
     "InvalidInput": "an error",
+    "MeshError": "an error",
     "InvalidFile": "an error",
     "SparseKError": "an error",
     "SparseKWarning": "a warning",

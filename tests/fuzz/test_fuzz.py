@@ -3,11 +3,20 @@
 SPARSEK_FUZZ_CALLS=200 draws so many calls of each function, SPARSEK_FUZZ_SEED=1 others.
 """
 
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 
-from tests.fuzz import calls_formats, calls_integrations, calls_models, calls_nn, calls_ops, calls_policies
+from tests.fuzz import (
+    calls_distributed,
+    calls_formats,
+    calls_integrations,
+    calls_models,
+    calls_nn,
+    calls_ops,
+    calls_policies,
+)
 from tests.fuzz.engine import attack, count_of, public_names
 
 DRAWN = {  # the calls of each file, and how many of each
@@ -16,6 +25,7 @@ DRAWN = {  # the calls of each file, and how many of each
     "policies": (calls_policies.CALLS, 500),
     "nn": (calls_nn.CALLS, 1000),
     "models": (calls_models.CALLS, 500),
+    "distributed": (calls_distributed.CALLS, 240),
     "integrations": (calls_integrations.CALLS, 240),
 }
 
@@ -24,13 +34,14 @@ def of_policies(module: str) -> bool:
     return module.startswith("sparsek.attn.policies")
 
 
-ELSEWHERE = (calls_formats.here, of_policies, calls_nn.here, calls_models.here)
+ELSEWHERE = (calls_formats.here, of_policies, calls_nn.here, calls_models.here, calls_distributed.here)
 ROOMS = {
     "formats": (calls_formats, calls_formats.here),
     "ops": (calls_ops, lambda module: not any(inside(module) for inside in ELSEWHERE)),
     "policies": (calls_policies, of_policies),
     "nn": (calls_nn, calls_nn.here),
     "models": (calls_models, calls_models.here),
+    "distributed": (calls_distributed, calls_distributed.here),
 }
 
 
@@ -40,7 +51,8 @@ def test_odd_arguments_are_refused_or_right(
 ) -> None:
     monkeypatch.chdir(tmp_path)  # pictures and matrices are written by relative paths
     calls, count = DRAWN[file]
-    faults = attack(name, calls[name], count_of(count))
+    with calls_distributed.one_process() if file == "distributed" else nullcontext():
+        faults = attack(name, calls[name], count_of(count))
     assert not faults, "\n".join(faults)
 
 

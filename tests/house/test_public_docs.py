@@ -113,7 +113,12 @@ def test_args_are_the_arguments() -> None:
     for name, named in named_in("Args"):
         parameters = inspect.signature(PUBLIC[name]).parameters.values()
         plain = [each.name for each in parameters if each.kind is not inspect.Parameter.VAR_KEYWORD]
-        rooms = name.removeprefix("sk.nn.").removeprefix("sk.policies.").removeprefix("sk.")
+        rooms = (
+            name.removeprefix("sk.nn.")
+            .removeprefix("sk.policies.")
+            .removeprefix("sk.distributed.")
+            .removeprefix("sk.")
+        )
         assert named == plain[1 if rooms.count(".") == 1 else 0 :], name
 
 

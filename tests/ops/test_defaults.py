@@ -14,10 +14,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 import sparsek as sk
 from sparsek.core.errors import Unsupported
+from tests.fuzz.calls_distributed import one_process
 from tests.ops.operands import names_of
 
 
@@ -435,6 +437,23 @@ def attention_fp8() -> Any:
     return heads, sk.attention(*heads, is_causal=True, return_lse=True)
 
 
+def over_ranks() -> Any:
+    """In a mesh of one process."""
+    d, found = sk.distributed, []
+    lists = token_lists()
+    with one_process():
+        for how, mask in (("gather", window()), ("heads", elements()), ("gather", None)):
+            rule = sk.MaskPolicy(topk=2, block=64) if mask is None else mask
+            plan = d.plan(rule, dist.group.WORLD, how, length=200 if mask is None else None)
+            q, k, v = (d.shard_sequence(x, plan) for x in qkv())
+            found.append(learned(lambda q, k, v, plan=plan: d.attention(q, k, v, plan, exact=True), q, k, v))
+            found += [
+                d.attention(q, k, v, lists, plan=d.plan(sk.MaskPolicy(), dist.group.WORLD, how, length=200))
+            ]
+            found += [plan.received(2, 4, 2, 32).tolist(), d.positions(plan), d.unshard_sequence(q, plan)]
+    return found, sk.distributed.simulate(window(), (1, 3), "heads")
+
+
 def files(tmp_path: Path) -> Any:
     path = tmp_path / "all.safetensors"
     things = {
@@ -449,7 +468,7 @@ def files(tmp_path: Path) -> Any:
 
 RECIPES = (
     spmm, low, sddmm, spgemm, two_four, fp8, attention, attention_fp8, backward, masks, varlen, paged, plans, formats,
-    through_scipy, layers, models, files,
+    through_scipy, layers, models, over_ranks, files,
 )  # fmt: skip
 
 
@@ -502,6 +521,6 @@ def test_every_public_function_has_a_recipe() -> None:
         "QuantizedHeads": "quantize_heads",
         "QuantizedTensor": "quantize",
     }
-    others = {"InvalidFile", "InvalidInput", "SparseKError", "SparseKWarning", "Unsupported"}
+    others = {"InvalidFile", "InvalidInput", "MeshError", "SparseKError", "SparseKWarning", "Unsupported"}
     names = {made.get(name, name) for name in sk.__all__} - others
     assert [name for name in sorted(names) if not re.search(rf"\bsk\.{name}[.(]", source)] == []

@@ -1,0 +1,277 @@
+"""Attention over a mesh, on shards of q, k and v along the sequence."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, NamedTuple, overload
+
+import torch
+from torch import Tensor
+
+from sparsek.attn.mask.mask import BlockMask
+from sparsek.attn.mask.operands import check_tensors
+from sparsek.attn.mask.rule import MaskRule
+from sparsek.attn.mask.token_lists import TokenLists
+from sparsek.attn.ops.attention import attention as attend
+from sparsek.attn.ops.attention import follow_autocast
+from sparsek.attn.plan.attention import Attended
+from sparsek.attn.reference.scores import Scores
+from sparsek.core import arguments
+from sparsek.core.errors import InvalidInput
+from sparsek.core.tracing import untraced
+from sparsek.distributed.gather import gathered
+from sparsek.distributed.handshake import agreed, refuse_transforms
+from sparsek.distributed.heads import by_heads
+from sparsek.distributed.pieces import at_ends, refuse_ends
+from sparsek.distributed.plan import MeshPlan, once
+from sparsek.distributed.planning import groups_of, plan_here
+from sparsek.distributed.selection import checked_rule, lists_at_ends, of_length, whole_mask
+
+NAME = "sk.distributed.attention"
+
+
+@overload
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: MeshPlan | BlockMask | MaskRule,
+    *,
+    plan: MeshPlan | None = None,
+    mesh: Any = None,
+    how: str | None = None,
+    scale: float | None = None,
+    return_lse: Literal[False] = False,
+    pieces: int = 1,
+    exact: bool = False,
+    check: bool = True,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    sink_logits: Tensor | None = None,
+) -> Tensor: ...
+@overload
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: MeshPlan | BlockMask | MaskRule,
+    *,
+    plan: MeshPlan | None = None,
+    mesh: Any = None,
+    how: str | None = None,
+    scale: float | None = None,
+    return_lse: Literal[True],
+    pieces: int = 1,
+    exact: bool = False,
+    check: bool = True,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    sink_logits: Tensor | None = None,
+) -> tuple[Tensor, Tensor]: ...
+@untraced(f"{NAME} communicates", "leave fullgraph=True out")
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: MeshPlan | BlockMask | MaskRule,
+    *,
+    plan: MeshPlan | None = None,
+    mesh: Any = None,
+    how: str | None = None,
+    scale: float | None = None,
+    return_lse: bool = False,
+    pieces: int = 1,
+    exact: bool = False,
+    check: bool = True,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    sink_logits: Tensor | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Return this rank's shard of `sk.attention` of the whole sequence.
+
+    All ranks of the mesh must call it, with shapes that fit together, and run the backward pass if one of them does.
+
+    Args:
+        q: This rank's queries [B, Hq, S_r, D]: `shard_sequence(q, plan)` of the whole tensor.
+        k: Its keys [B, Hkv, T_r, D], `shard_sequence(k, plan, of="keys")`.
+        v: Its values [B, Hkv, T_r, Dv].
+        mask: Which keys a query sees.
+
+            - A plan of `sk.distributed.plan`: its mask, or what its policy chooses.
+            - With `plan` or `mesh` a `BlockMask` of the whole sequence.
+            - With `plan` `TokenLists` of this rank's own queries, which the ranks exchange.
+            - With `plan` a `MaskPolicy`, with top-k by block means, which the ranks exchange.
+            - With a `plan` by "heads" a policy of `sk.policies`, which reads whole rows of this rank's heads.
+        plan: The plan by which the shards were made, where `mask` is none.
+        mesh: In place of `plan`, where `mask` is a BlockMask: as in `sk.distributed.plan`. The plan is made in the
+            first call and kept with the mask.
+        how: With `mesh`: as in `sk.distributed.plan`; "gather" for None.
+        scale: As in `sk.attention`.
+        return_lse: Whether to return lse as well.
+        pieces: With "gather" and "both": collectives in which keys arrive. With more than one, attention to the first
+            keys overlaps with the exchange of the others, and the results are merged by lse.
+        exact: With "gather" and "both": visit blocks in the order of one process, in one piece, and compute dK and dV
+            of a key where it is owned, from all queries that see it: the sums of one process, for more bytes and time.
+            With "heads" always so.
+        check: Whether ranks first compare their calls, so that if one refuses, all do. One small collective, which the
+            host waits for. With False an error on one rank leaves the others waiting until their process group's
+            timeout.
+        softcap: As in `sk.attention`.
+        alibi_slopes: As in `sk.attention`; with "heads" only.
+        sink_logits: As in `sk.attention`. Each rank gets the gradient of its own queries and heads: sum it over ranks,
+            as for any parameter of a data-parallel model.
+
+    Returns:
+        out [B, Hq, S_r, Dv]; with return_lse (out, lse [B, Hq, S_r]).
+
+    Raises:
+        InvalidInput: For operands that do not fit the plan, on every rank.
+        MeshError: If an exchange fails or times out; the timeout is that of the process group.
+    """
+    if torch.compiler.is_compiling():
+        raise InvalidInput(
+            "sk.distributed.attention runs between the graphs of torch.compile, not inside of one"
+        )
+    options = MeshOptions(scale, pieces, exact, softcap, alibi_slopes, sink_logits)
+    groups = _groups(mask, plan, mesh, how)
+    made: list[Any] = []
+
+    def checks() -> str:
+        arguments.flag("return_lse", return_lse)
+        found, rule = _planned(mask, plan, mesh, how)
+        text, checked = _checked(q, k, v, found, rule, options)
+        made.append((found, rule, checked))
+        return text
+
+    if arguments.flag("check", check):
+        agreed(NAME, groups, checks)
+    else:
+        checks()
+    found, rule, options = made[0]
+    q, k, v = follow_autocast(q, k, v)
+    if rule is not None and found.how != "heads":
+        found = found.with_mask(whole_mask(rule, q, k, found))
+        if check:
+            agreed("the mask that sk.distributed.attention chose", groups, lambda: found._text)
+        rule = None
+    out, lse = _attended(q, k, v, found, rule, options)
+    return (out, lse) if return_lse else out
+
+
+class MeshOptions(NamedTuple):
+    """The options of a call beside its mask."""
+
+    scale: float | None
+    pieces: int
+    exact: bool
+    softcap: float
+    alibi_slopes: Tensor | None
+    sink_logits: Tensor | None
+
+
+def _groups(mask: Any, plan: Any, mesh: Any, how: Any) -> list[Any]:
+    """The process groups of the ranks that call. InvalidInput if they are not named once."""
+    if isinstance(mask, MeshPlan):
+        if plan is not None or mesh is not None or how is not None:
+            raise InvalidInput("mask is a plan, which has its mesh; leave plan, mesh and how out")
+        plan = mask
+    elif (plan is None) == (mesh is None):
+        raise InvalidInput(
+            f"mask is {arguments.shown(mask)}; pass a plan of sk.distributed.plan, or a mask and one of plan= and mesh="
+        )
+    if plan is None:
+        groups = groups_of(mesh)
+        if not groups:
+            raise InvalidInput(f"mesh is {arguments.shown(mesh)}; calls need a DeviceMesh or a process group")
+        return groups
+    if not isinstance(plan, MeshPlan):
+        raise InvalidInput(f"plan is {arguments.shown(plan)}; it must come from sk.distributed.plan")
+    if how is not None:
+        raise InvalidInput("how goes with mesh; a plan has its own")
+    plan._here  # noqa: B018  # InvalidInput without processes
+    return plan._groups
+
+
+def _planned(mask: Any, plan: Any, mesh: Any, how: Any) -> tuple[MeshPlan, MaskRule | None]:
+    """The plan, and the rule that chooses the mask in this call."""
+    if isinstance(mask, MeshPlan):
+        return mask, mask.rule
+    if isinstance(mask, BlockMask) and plan is None:
+        how = "gather" if how is None else how
+        return mask.derived(("mesh plan", mesh, how), lambda: plan_here(mask, mesh, how)), None
+    if plan is not None and isinstance(mask, BlockMask):
+        return plan.with_mask(mask), None
+    if plan is not None and isinstance(mask, MaskRule):
+        return plan, mask
+    raise InvalidInput(
+        f"mask is {arguments.shown(mask)}; with plan= it must be a BlockMask of the whole sequence, TokenLists or a "
+        "policy, and with mesh= a BlockMask"
+    )
+
+
+def _checked(
+    q: Any, k: Any, v: Any, plan: MeshPlan, rule: MaskRule | None, options: MeshOptions
+) -> tuple[str, MeshOptions]:
+    """The call in words, the same on all ranks, and its checked options."""
+    refuse_transforms(NAME)
+    q, k, v = follow_autocast(q, k, v)
+    check_tensors(q, k, v)
+    rank, parts = plan._here, plan._parts
+    own = int(parts.queries.tokens[rank]), int(parts.keys.tokens[rank])
+    if (q.shape[2], k.shape[2]) != own:
+        raise InvalidInput(
+            f"rank {rank} has {q.shape[2]} queries and {k.shape[2]} keys; the plan gives it {own[0]} and {own[1]}: "
+            "make shards by sk.distributed.shard_sequence(x, plan)"
+        )
+    scale, pieces, exact, softcap, slopes, sinks = options
+    pieces = arguments.integer("pieces", pieces, 1)
+    if arguments.flag("exact", exact):
+        pieces = 1
+        if plan.how != "heads":
+            refuse_ends(plan.mask, at_ends(plan.mask))
+            refuse_ends(rule, isinstance(rule, TokenLists) and lists_at_ends(rule))
+    if slopes is not None and plan.how != "heads":
+        raise InvalidInput('alibi_slopes need whole rows of keys; plan with how="heads"')
+    all_q = of_length(q, plan.mask.q_len)
+    all_k, all_v = (of_length(x, plan.mask.kv_len) for x in (k, v))
+    call = Attended(all_q, all_k, all_v, plan.mask, scale, scores=Scores(softcap, slopes, sinks))
+    call.check(here=False)
+    call.check_scores()
+    softcap, slopes, sinks = call.scores
+    chosen = "" if rule is None else checked_rule(rule, q, k, plan)
+    learns = [torch.is_grad_enabled() and x is not None and x.requires_grad for x in (q, k, v, sinks)]
+    if any(learns) and any(x is not None and x.is_inference() for x in (q, k, v, sinks)):
+        raise InvalidInput("an operand is an inference tensor, which no backward pass can save; pass a clone")
+    given = [x is not None for x in (slopes, sinks)]
+    text = (
+        f"{'exact ' if exact else ''}attention in {pieces} pieces of q {_shape(q)}, k {_shape(k)}, v {_shape(v)} in "
+        f"{q.dtype}, scale {call.scale}, softcap {softcap}, slopes and sinks {given}, gradients {learns}, "
+        f"mask {chosen} in {plan._text}"
+    )
+    return text, MeshOptions(call.scale, pieces, exact, softcap, slopes, sinks)
+
+
+def _shape(x: Tensor) -> list[Any]:
+    return [*x.shape[:2], "S", x.shape[3]]
+
+
+def _attended(
+    q: Tensor, k: Tensor, v: Tensor, plan: MeshPlan, rule: MaskRule | None, options: MeshOptions
+) -> tuple[Tensor, Tensor]:
+    """(out, lse) of this rank's shards, of checked arguments."""
+    scale, pieces, exact, softcap, slopes, sinks = options
+    settings: Any = {"scale": scale, "softcap": softcap, "sink_logits": sinks}
+    if plan.how == "gather":
+        return gathered(q, k, v, plan, pieces=pieces, exact=exact, **settings)
+    sequence, heads = plan._parts.sequence, plan._parts.heads
+    if sequence is None or heads is None:
+
+        def of_rows(q: Tensor, k: Tensor, v: Tensor, mask: Any, **settings: Any) -> Any:
+            return attend(q, k, v, mask, return_lse=True, **settings)
+
+        return by_heads(q, k, v, plan, rule, of_rows, settings | {"alibi_slopes": slopes})
+
+    def of_columns(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, **settings: Any) -> Any:
+        column = once(plan._kept, ("column", mask), lambda: sequence._of(mask))
+        return gathered(q, k, v, column, pieces=pieces, exact=exact, **settings)
+
+    return by_heads(q, k, v, heads, None, of_columns, settings)

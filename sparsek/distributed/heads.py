@@ -1,0 +1,143 @@
+"""Attention of a rank's heads, between two exchanges of heads (Ulysses).
+
+q, k, v of this rank's tokens, all heads  ->  all tokens, its heads  ->  out and lse of its tokens, all heads
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sparsek.attn.mask.rule import MaskRule
+from sparsek.attn.mask.token_lists import TokenLists
+from sparsek.distributed.deal import Deal
+from sparsek.distributed.exchange import Exchange, exchanged, rows_of
+from sparsek.distributed.plan import MeshPlan, heads_of, once
+from sparsek.distributed.selection import whole_lists
+from sparsek.distributed.submask import heads_part
+
+
+class HeadsExchange(NamedTuple):
+    """How the ranks of a row exchange heads.
+
+    Attributes:
+        of_q: The heads of q of this rank, int64.
+        of_k: The heads of k that they read.
+        copies: The head of `of_k` for each of `of_q`, where these have other numbers of heads of q; else None.
+        queries: From all heads of this rank's tokens to all tokens of its heads.
+        keys: The same of keys and values.
+    """
+
+    of_q: np.ndarray
+    of_k: np.ndarray
+    copies: Tensor | None
+    queries: Exchange
+    keys: Exchange
+
+    @classmethod
+    def of(cls, plan: MeshPlan, q: Tensor, k: Tensor) -> HeadsExchange:
+        """Made once for the numbers of heads."""
+        batch, q_heads, kv_heads, device = q.shape[0], q.shape[1], k.shape[1], q.device
+
+        def make() -> HeadsExchange:
+            parts = plan._parts
+            each = [heads_of(q_heads, kv_heads, plan.ranks, other) for other in range(plan.ranks)]
+            of_q, of_k = each[plan._here]
+            reads = np.searchsorted(of_k, of_q // (q_heads // kv_heads))
+            counts = np.bincount(reads)
+            copies = torch.from_numpy(reads).to(device) if (counts != counts[:1]).any() else None
+            queries = _heads_exchange(plan, parts.queries, batch, q_heads, [of for of, _ in each], device)
+            keys = _heads_exchange(plan, parts.keys, batch, kv_heads, [of for _, of in each], device)
+            return cls(of_q, of_k, copies, queries, keys)
+
+        return once(plan._parts.kept, ("heads", batch, q_heads, kv_heads, device), make)
+
+    def rows(self, heads: int, q_heads: int) -> np.ndarray:
+        """Which of the `heads` of a mask this rank reads: 1, those of k, or those of q."""
+        if heads == 1:
+            return np.zeros(1, np.int64)
+        if heads == q_heads or self.copies is not None:
+            return self.of_q * heads // q_heads
+        return self.of_k
+
+
+def by_heads(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    plan: MeshPlan,
+    rule: MaskRule | None,
+    attend_row: Callable[..., Any],
+    settings: Any,
+) -> tuple[Tensor, Tensor]:
+    """Attention of this rank's heads by `attend_row`, between the exchanges of heads."""
+    each, parts, q_heads = HeadsExchange.of(plan, q, k), plan._parts, q.shape[1]
+    (all_q,) = exchanged(each.queries, rows_of(q))
+    all_k, all_v = exchanged(each.keys, rows_of(k), rows_of(v))
+    all_q = all_q.view(q.shape[0], each.of_q.size, parts.queries.length, q.shape[3])
+    all_k, all_v = (x.view(q.shape[0], each.of_k.size, parts.keys.length, x.shape[1]) for x in (all_k, all_v))
+    if isinstance(rule, TokenLists):  # before heads run out: all ranks exchange them
+        rule = whole_lists(rule, plan)
+    for name in ("sink_logits", "alibi_slopes"):
+        if settings.get(name) is not None:
+            mine = torch.from_numpy(each.of_q).to(q.device)
+            settings = settings | {name: settings[name].index_select(-1, mine)}
+    if each.of_q.size == 0:  # more ranks than heads: nothing to compute, and all exchanges to take part in
+        out = _nothing(v.shape[3], all_q, all_k, all_v, settings["sink_logits"])
+        lse = out[:, :1].to(torch.promote_types(q.dtype, torch.float32))
+    else:
+        if each.copies is not None:
+            all_k, all_v = all_k.index_select(1, each.copies), all_v.index_select(1, each.copies)
+        out, lse = attend_row(all_q, all_k, all_v, _of_heads(plan, rule, each, q), **settings)
+        out, lse = rows_of(out), rows_of(lse.unsqueeze(-1))
+    back = each.queries.reversed
+    (out,), (lse,) = exchanged(back, out), exchanged(back, lse)
+    shape = q.shape[0], q_heads, q.shape[2]
+    return out.view(*shape, v.shape[3]), lse.view(shape)
+
+
+def _of_heads(plan: MeshPlan, rule: MaskRule | None, each: HeadsExchange, q: Tensor) -> Any:
+    """The mask or rule of this rank's heads."""
+    if isinstance(rule, TokenLists):
+        heads = torch.from_numpy(each.rows(rule.indices.shape[1], q.shape[1])).to(q.device)
+        counts = None if rule.counts is None else rule.counts.index_select(1, heads)
+        return replace(rule, indices=rule.indices.index_select(1, heads), counts=counts)
+    if rule is not None:
+        return rule
+    mask, device = plan.mask, q.device
+    if mask.heads == 1:
+        return once(plan._kept, ("here", device), lambda: mask.to(device))
+    rows = each.rows(mask.heads, q.shape[1])
+    return once(plan._kept, ("heads", rows.tobytes(), device), lambda: heads_part(mask, rows, device))
+
+
+def _nothing(width: int, *operands: Tensor | None) -> Tensor:
+    """An empty result [0, width] that depends on all operands, so that their backward passes run here too."""
+    first, *others = (x for x in operands if x is not None)
+    total = first.sum()
+    for each in others:
+        total = total + each.sum().to(total.dtype)
+    return total.expand(0, width)
+
+
+def _heads_exchange(
+    plan: MeshPlan, deal: Deal, batch: int, heads: int, of_ranks: list[np.ndarray], device: torch.device
+) -> Exchange:
+    """From all heads of this rank's tokens [B, H, own, E] to all tokens of its heads [B, own heads, L, E]."""
+    rank, items = plan._here, np.arange(batch)
+    own, length, mine = int(deal.tokens[rank]), deal.length, of_ranks[rank].size
+    send = [
+        ((items[:, None, None] * heads + theirs[:, None]) * own + np.arange(own)).ravel()
+        for theirs in of_ranks
+    ]
+    place = [
+        ((items[:, None, None] * mine + np.arange(mine)[:, None]) * length + deal.positions(other)).ravel()
+        for other in range(deal.ranks)
+    ]
+    sizes = batch * heads * own, batch * mine * length
+    return Exchange.of(send, place, sizes, plan._parts.group, device, "heads")

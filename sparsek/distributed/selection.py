@@ -1,0 +1,78 @@
+"""Masks selected in each call: by lists of each token, or by means of blocks, which the ranks exchange."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparsek.attn.mask.lists import BLOCK_SIZES, Place
+from sparsek.attn.mask.mask import BlockMask
+from sparsek.attn.mask.rule import MaskPolicy, best_of, block_means, tile_means
+from sparsek.attn.mask.token_lists import TokenLists, mask_of
+from sparsek.core.errors import InvalidInput
+from sparsek.distributed.plan import MeshPlan
+from sparsek.distributed.sequence import unsharded
+
+
+def checked_rule(rule: Any, q: Tensor, k: Tensor, plan: MeshPlan) -> str:
+    """The rule in words, alike on all ranks. InvalidInput for one that the plan does not take."""
+    if not isinstance(rule, TokenLists):
+        if plan.how != "heads" and not isinstance(rule, MaskPolicy):
+            raise InvalidInput(
+                f'mask is {rule.label}, which chooses from whole rows of q and k; plan with how="heads", or take '
+                "MaskPolicy(topk=...)"
+            )
+        return f"{rule.label}, blocks of {getattr(rule, 'block', None)}"
+    batch, heads, queries, n = rule.indices.shape
+    if batch not in (1, q.shape[0]) or heads not in (1, k.shape[1], q.shape[1]) or queries != q.shape[2]:
+        raise InvalidInput(
+            f"indices is {list(rule.indices.shape)}; this rank's q {list(q.shape)} and k {list(k.shape)} need lists of "
+            f"1 or {q.shape[0]} batch items, 1, {k.shape[1]} or {q.shape[1]} heads, and {queries} queries: those of "
+            "sk.distributed.shard_sequence(indices, plan)"
+        )
+    if rule.device != q.device:
+        raise InvalidInput(f"q is on {q.device} and the lists are on {rule.device}; call lists.to(q.device)")
+    counts = "without" if rule.counts is None else "with"
+    return f"{rule.label} in {rule.indices.dtype}, batch {batch}, heads {heads}, {n} entries, {counts} counts"
+
+
+@torch.no_grad()
+def whole_mask(rule: Any, q: Tensor, k: Tensor, plan: MeshPlan) -> BlockMask:
+    """The mask of the whole sequence, on every rank, of a rule that `checked_rule` takes by "gather" or "both".
+
+    Ranks exchange lists, or means of tiles of queries and of blocks of keys.
+    """
+    lengths = plan.mask.q_len, plan.mask.kv_len
+    if isinstance(rule, TokenLists):
+        q, k = of_length(q, lengths[0]), of_length(k, lengths[1])
+        return mask_of(whole_lists(rule, plan), q, k)
+    place = Place.of(q_len=lengths[0], kv_len=lengths[1], block=rule.block, device=q.device)
+    if rule.topk is None or not q.shape[0]:
+        return rule._parts[0].mask(*lengths, q.device)
+    tiles = unsharded(tile_means(q, k.shape[1], place.block[0]), plan, 2, "queries", place.block[0])
+    blocks = unsharded(block_means(k, place.block[1]), plan, 2, "keys", place.block[1])
+    return best_of(rule, tiles @ blocks.mT, place)
+
+
+def of_length(x: Tensor, length: int) -> Tensor:
+    """Something of the shape and dtype of x [B, H, L, E] with another length, in no memory, for checks."""
+    return x.new_empty(()).expand(*x.shape[:2], length, x.shape[3])
+
+
+def lists_at_ends(lists: TokenLists) -> bool:
+    """Whether the mask of these lists is by members with a window or sinks; smaller blocks have bits instead."""
+    return lists.block >= min(BLOCK_SIZES) and bool(lists.window or lists.sinks)
+
+
+def whole_lists(lists: TokenLists, plan: MeshPlan) -> TokenLists:
+    """The lists of all queries, from those of the ranks' own."""
+    indices, counts = lists.indices, lists.counts
+    if counts is None:
+        return replace(lists, indices=unsharded(indices, plan, 2, "queries"))
+    wide = torch.promote_types(indices.dtype, counts.dtype)
+    both = torch.cat((indices.to(wide), counts[..., None].to(wide)), -1)
+    both = unsharded(both, plan, 2, "queries")
+    return replace(lists, indices=both[..., :-1], counts=both[..., -1])

@@ -1,0 +1,409 @@
+"""Attention over processes of gloo, against one process in float64."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+
+import sparsek as sk
+from sparsek.core.errors import InvalidInput, MeshError
+from sparsek.distributed.handshake import agreed
+from sparsek.distributed.pieces import key_pieces
+from tests.distributed.ranks import run_ranks
+
+RANKS = 4
+N = 64 * 5 - 23  # uneven tokens, and units that the ranks do not divide
+BATCH, DIM, V_DIM = 2, 8, 4
+
+
+def _map(heads: int, batch: int = 1) -> sk.BlockMask:
+    side = -(-N // 64)
+    found = torch.rand((batch, heads, side, side), generator=torch.Generator().manual_seed(0)) < 0.4
+    found[:, :, 3] = False  # queries that see nothing
+    return sk.BlockMask.from_block_map(found, N, block=64)
+
+
+def _lists(heads: int = 2, **options: Any) -> sk.TokenLists:
+    draw = torch.Generator().manual_seed(1)
+    indices = torch.randint(-1, N // 64 + 1, (1, heads, N, 3), generator=draw, dtype=torch.int32)
+    return sk.TokenLists(indices, 64, torch.randint(0, 4, (1, heads, N), generator=draw), **options)
+
+
+@functools.lru_cache
+def masks() -> dict[str, Any]:
+    """Masks of every form, for 2 batch items, 4 heads of q and 2 of k; the rules choose in each call."""
+    dense = torch.rand((1, 1, N, N), generator=torch.Generator().manual_seed(2)) < 0.4
+    return {
+        "causal": sk.BlockMask.causal(N, block=64),
+        "documents": sk.BlockMask.block_diagonal([200, 31, N - 231], block=64),
+        "cu_seqlens": sk.MaskPolicy(window=70, block=64).packed(torch.tensor([0, 90, 90, N])),
+        "window": sk.BlockMask.sliding_window(N, 100, sinks=3, block=(64, 128)),
+        "map": _map(1),
+        "map of heads of k": _map(2),
+        "map of heads of q": _map(4, 2),
+        "bits": sk.BlockMask.from_dense(dense, block=64),
+        "members": _lists(window=70, sinks=5).mask_for(operands(N, N)[0], operands(N, N)[1]),
+        "few": sk.BlockMask.causal(100, block=64),
+        "one unit": sk.BlockMask.full(50),
+        "other lengths": sk.BlockMask.causal(q_len=130, kv_len=N, block=64),
+        "lists": _lists(),
+        "lists with a window": _lists(4, window=70, sinks=5),
+        "topk": sk.MaskPolicy(topk=2, window=10, sinks=1, block=64),
+        "policy": sk.policies.MeanTopK(topk=2, block=64),
+        "rule of tokens": sk.policies.MoBAGate(topk=1, block=64),
+    }
+
+
+def lengths_of(mask: Any) -> tuple[int, int]:
+    return (mask.q_len, mask.kv_len) if isinstance(mask, sk.BlockMask) else (N, N)
+
+
+def operands(queries: int, keys: int, q_heads: int = 4, kv_heads: int = 2) -> list[Tensor]:
+    """q, k, v, a gradient of out and of lse, and sinks, of the whole sequence."""
+    draw = torch.Generator().manual_seed(3)
+    shapes = [(BATCH, q_heads, queries, DIM), (BATCH, kv_heads, keys, DIM), (BATCH, kv_heads, keys, V_DIM)]
+    shapes += [(BATCH, q_heads, queries, V_DIM), (BATCH, q_heads, queries), (q_heads,)]
+    return [torch.randn(shape, generator=draw, dtype=torch.float64) for shape in shapes]
+
+
+def learned(
+    attend: Callable[..., Any], given: list[Tensor], *, sinks: bool, slopes: bool = False
+) -> list[Tensor]:
+    """out, lse and the gradients of q, k, v and sinks."""
+    *tensors, grad, grad_lse, sink = given
+    tensors = [x.detach().requires_grad_() for x in (*tensors, sink)]
+    more = {"alibi_slopes": torch.arange(1.0, tensors[0].shape[1] + 1) / 64} if slopes else {}
+    out, lse = attend(
+        *tensors[:3], return_lse=True, softcap=5.0, sink_logits=tensors[3] if sinks else None, **more
+    )
+    grad_lse = grad_lse.masked_fill(lse.isinf(), 0)
+    found = torch.autograd.grad((out, lse), tensors[: 4 if sinks else 3], (grad, grad_lse))
+    return [out.detach(), lse.detach(), *found]
+
+
+Heads = tuple[int, int]
+
+
+@functools.lru_cache
+def alone(name: str, sinks: bool, heads: Heads = (4, 2)) -> list[Tensor]:
+    """What one process has."""
+    mask = masks()[name]
+    given = operands(*lengths_of(mask), *heads)
+    return learned(lambda q, k, v, **more: sk.attention(q, k, v, mask, **more), given, sinks=sinks)
+
+
+WAYS: dict[str, tuple[str, dict[str, Any]]] = {
+    "gather": ("gather", {}),
+    "pieces": ("gather", {"pieces": 3}),
+    "exact": ("gather", {"exact": True}),
+    "heads": ("heads", {}),
+    "both": ("both", {}),
+    "both exact": ("both", {"exact": True}),
+}
+
+
+def over_ranks(mask: Any, way: str, mesh: Any, sinks: bool, heads: Heads = (4, 2)) -> list[Tensor]:
+    """The same, of shards that are put together again."""
+    d, (how, options) = sk.distributed, WAYS[way]
+    if isinstance(mask, sk.TokenLists):
+        plan = d.plan(sk.MaskPolicy(block=128), mesh, how, length=N)
+        indices, counts = (d.shard_sequence(x, plan) for x in (mask.indices, mask.counts))
+        mask = sk.TokenLists(indices, mask.block, counts, window=mask.window, sinks=mask.sinks)
+        options = {"plan": plan, **options}
+    else:
+        plan = mask = d.plan(mask, mesh, how, length=None if isinstance(mask, sk.BlockMask) else N)
+    q, k, v, grad, grad_lse, sink = operands(plan.mask.q_len, plan.mask.kv_len, *heads)
+    q, grad, grad_lse = (d.shard_sequence(x, plan) for x in (q, grad, grad_lse))
+    k, v = (d.shard_sequence(x, plan, of="keys") for x in (k, v))
+    found = learned(
+        lambda q, k, v, **more: d.attention(q, k, v, mask, **more, **options),
+        [q, k, v, grad, grad_lse, sink],
+        sinks=sinks,
+    )
+    for each in found[5:]:
+        for group in plan._groups:
+            dist.all_reduce(each, group=group)
+    whole = [d.unshard_sequence(x, plan, check=False) for x in found[:3]]
+    return [*whole, *(d.unshard_sequence(x, plan, of="keys", check=False) for x in found[3:5]), *found[5:]]
+
+
+CASES = [  # mask, way, with sinks, heads; and the ranks of a part of the world
+    ("causal", "gather", True, (4, 2), 4),
+    ("causal", "pieces", True, (4, 2), 4),
+    ("causal", "exact", True, (4, 2), 4),
+    ("causal", "heads", True, (4, 2), 4),
+    ("causal", "both exact", True, (4, 2), 4),
+    ("causal", "heads", True, (1, 1), 4),  # ranks without heads
+    ("causal", "both", True, (1, 1), 4),
+    ("documents", "pieces", False, (4, 2), 4),
+    ("cu_seqlens", "both", False, (4, 2), 4),
+    ("window", "exact", False, (4, 2), 4),
+    ("map", "pieces", True, (4, 2), 4),
+    ("map of heads of k", "gather", False, (4, 2), 4),
+    ("map of heads of q", "exact", False, (4, 2), 4),
+    ("map of heads of q", "heads", True, (4, 4), 3),  # heads that ranks do not divide
+    ("map of heads of q", "both", False, (4, 2), 4),
+    ("bits", "gather", False, (4, 2), 2),
+    ("members", "gather", True, (4, 2), 4),
+    ("few", "exact", False, (4, 2), 4),  # ranks without tokens
+    ("few", "heads", False, (6, 2), 4),  # and other numbers of heads of q
+    ("one unit", "both exact", True, (4, 2), 4),
+    ("other lengths", "gather", False, (4, 2), 3),
+    ("other lengths", "exact", False, (4, 2), 2),
+    ("causal", "pieces", False, (4, 2), 1),
+    ("lists", "exact", False, (4, 2), 4),
+    ("lists", "both", False, (4, 2), 4),
+    ("lists with a window", "gather", True, (4, 2), 4),
+    ("lists with a window", "heads", False, (4, 2), 3),
+    ("topk", "gather", False, (4, 2), 4),
+    ("topk", "both", True, (4, 2), 4),
+    ("policy", "heads", False, (4, 2), 4),
+    ("rule of tokens", "heads", False, (4, 2), 2),
+]
+
+
+def _refused(call: Callable[[], Any]) -> tuple[str, str]:
+    try:
+        call()
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return "nothing", ""
+
+
+def _faults(rank: int, mesh: Any) -> dict[str, Any]:
+    """Calls that one rank makes otherwise: what each rank gets to hear."""
+    d, made, world = sk.distributed, masks(), dist.group.WORLD
+    causal = made["causal"]
+    plan = d.plan(causal, world)
+    q, k, v = (d.shard_sequence(x, plan) for x in operands(N, N)[:3])
+    odd = rank == 2
+
+    def attend(*given: Any, **more: Any) -> Any:
+        return d.attention(*given, plan, **more)
+
+    lists = sk.TokenLists(_lists().indices[:, :, :5], 64)
+    calls: dict[str, Callable[[], Any]] = {
+        "masks": lambda: d.plan(made["causal" if odd else "documents"], world),
+        "no mask": lambda: d.plan(7 if odd else causal, world),
+        "ways": lambda: d.plan(causal, world, "heads" if odd else "gather"),
+        "dims": lambda: d.plan(causal, mesh, "gather"),
+        "shape": lambda: attend(q[:, :, 1:] if odd else q, k, v),
+        "dtype": lambda: attend(*(x.float() if odd else x for x in (q, k, v))),
+        "gradient": lambda: attend(q.clone().requires_grad_(odd), k, v),
+        "option": lambda: attend(q, k, v, softcap=1.0 if odd else 2.0),
+        "both plan and mesh": lambda: attend(q, k, v, mesh=mesh),
+        "other mask": lambda: d.attention(q, k, v, made["map" if odd else "causal"], mesh=world),
+        "lists": lambda: d.attention(q, k, v, lists, plan=plan),
+        "rule by gather": lambda: d.attention(q, k, v, made["policy"], plan=plan),
+        "slopes by gather": lambda: attend(q, k, v, alibi_slopes=torch.ones(4)),
+        "exact ends": lambda: d.attention(q, k, v, made["members"], plan=plan, exact=True),
+        "vmap": lambda: torch.func.vmap(lambda x: attend(x, k, v))(torch.stack((q, q))),
+        "unshard": lambda: d.unshard_sequence(q[:, :, 1:] if odd else q, plan),
+        "other error": lambda: agreed("a call", [world], lambda: str(1 // (rank != 2))),
+    }
+    return {name: _refused(call) for name, call in calls.items()}
+
+
+def _whole_and_bits(rank: int) -> dict[str, Any]:
+    d, world, mask = sk.distributed, dist.group.WORLD, masks()["causal"]
+    plan = d.plan(mask, world)
+    found: dict[str, Any] = {}
+    q, k, v = (d.shard_sequence(x, plan) for x in operands(N, N)[:3])
+    with torch.inference_mode():  # what the plan keeps serves training later
+        first = d.attention(q, k, v, plan, pieces=2)
+    again = [d.attention(q, k, v, plan, pieces=2, check=False)]
+    again += [d.attention(q, k, v, mask, mesh=world, pieces=2) for _ in range(2)]
+    found["same bits"] = [torch.equal(first, each) for each in again]
+    half = [x.float().requires_grad_() for x in (q, k, v)]
+    with torch.autocast("cpu", torch.bfloat16):
+        out = d.attention(*half, plan)
+    out.sum().backward()
+    found["autocast"] = out.dtype, (out - first).abs().max().item(), [x.grad is not None for x in half]
+    by_heads = d.plan(mask, world, "heads")
+    whole = operands(N, N)
+    shards = [d.shard_sequence(x, by_heads) for x in (*whole[:3], whole[3], whole[4])]
+    slopes = learned(
+        lambda q, k, v, **more: d.attention(q, k, v, by_heads, **more),
+        [*shards, whole[5]],
+        sinks=False,
+        slopes=True,
+    )
+    found["slopes"] = [d.unshard_sequence(x, by_heads) for x in slopes[:3]]
+    places = d.positions(plan)
+    found["positions"] = places, d.unshard_sequence(places[None], plan, dim=1)
+    # A loss of the whole result on every rank: the gradient of a shard is the sum over ranks.
+    x = torch.ones(1, len(places), 2, dtype=torch.float64, requires_grad=True)
+    d.unshard_sequence(x, plan, dim=-2).mul(rank + 1).sum().backward()
+    found["sum"] = x.grad
+    plan = d.plan(masks()["map of heads of k"], world)
+    (piece,) = key_pieces(plan, 2, 2, torch.device("cpu"), 1)
+    counts = piece.exchange.receive_counts
+    sent = (sum(counts) - counts[rank]) * (DIM + V_DIM) * 2
+    found["received"] = sent, int(plan.received(BATCH, 4, 2, DIM, V_DIM)[rank])
+    found["gathered"] = piece.length, int(plan._seen[rank].sum(-1).max()) * 64
+    return found
+
+
+def _work(rank: int) -> dict[Any, Any]:
+    made, world = masks(), dist.group.WORLD
+    parts = {4: world, 1: [dist.new_group([each]) for each in range(RANKS)][rank]}
+    parts[2] = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2]
+    parts[3] = [dist.new_group([0, 1, 2]), dist.new_group([3])][rank // 3]
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("sequence", "heads"))
+    found: dict[Any, Any] = {}
+    for case in CASES:
+        name, way, sinks, heads, ranks = case
+        found[case] = over_ranks(made[name], way, mesh if "both" in way else parts[ranks], sinks, heads)
+    found |= {"faults": _faults(rank, mesh), **_whole_and_bits(rank)}
+    if rank == RANKS - 1:
+        return found  # and ends, while others go on
+    plan = sk.distributed.plan
+    found["gone"] = _refused(lambda: plan(made["causal"], world))
+    return found
+
+
+@pytest.fixture(scope="module")
+def found() -> list[dict[Any, Any]]:
+    return run_ranks(RANKS, _work)
+
+
+def _same(found: list[Tensor], right: list[Tensor]) -> None:
+    assert len(found) == len(right)
+    for a, b in zip(found, right, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-12)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case)))
+def test_every_way_and_mask_is_one_process(case: Any, found: list[dict[Any, Any]]) -> None:
+    name, _, sinks, heads, _ = case
+    for each in found:
+        _same(each[case], alone(name, sinks, heads))
+
+
+def test_slopes_by_heads_are_those_of_one_process(found: list[dict[Any, Any]]) -> None:
+    mask = masks()["causal"]
+    right = learned(
+        lambda q, k, v, **more: sk.attention(q, k, v, mask, **more), operands(N, N), sinks=False, slopes=True
+    )
+    for each in found:
+        _same(each["slopes"], right[:3])
+
+
+ON_ALL = {  # what every rank hears, and what the odd one
+    "masks": "sk.distributed.plan: the calls of ranks 2 differ from that of rank 0",
+    "no mask": "must be a BlockMask of the whole sequence, or a policy",
+    "ways": "the calls of ranks 2 differ from that of rank 0; rank 0 has a plan by gather",
+    "dims": "mesh has 2 dims; take one of them",
+    "shape": "rank 2 has ",
+    "dtype": "sk.distributed.attention: the calls of ranks 2 differ",
+    "gradient": "gradients [False, False, False, False]",
+    "option": "softcap 2.0",
+    "both plan and mesh": "leave plan, mesh and how out",
+    "other mask": "rank 2 has 128 queries and 128 keys",
+    "lists": "sk.distributed.shard_sequence(indices, plan)",
+    "rule by gather": 'plan with how="heads"',
+    "slopes by gather": 'plan with how="heads"',
+    "exact ends": "its window and sinks are counted from the ends",
+    "vmap": "does not go through torch.func",
+    "unshard": "along dim 2",
+}
+
+
+@pytest.mark.parametrize("name", ON_ALL)
+def test_if_one_rank_refuses_all_do(name: str, found: list[dict[Any, Any]]) -> None:
+    for each in found:
+        kind, text = each["faults"][name]
+        assert kind == "InvalidInput"
+        assert ON_ALL[name] in text
+
+
+def test_errors_that_are_not_ours_are_mesh_errors_elsewhere(found: list[dict[Any, Any]]) -> None:
+    for rank, each in enumerate(found):
+        kind, text = each["faults"]["other error"]
+        assert kind == ("ZeroDivisionError" if rank == 2 else "MeshError")
+        assert rank == 2 or text.startswith("a call: rank 2 raised an error")
+
+
+def test_a_rank_that_ended_is_an_error_on_the_others(found: list[dict[Any, Any]]) -> None:
+    for rank, each in enumerate(found[:-1]):
+        kind, text = each["gone"]
+        assert kind == MeshError.__name__
+        assert f"rank {rank} of {RANKS}: the check of sk.distributed.plan failed" in text
+
+
+def test_the_bits_of_a_world_repeat(found: list[dict[Any, Any]]) -> None:
+    assert all(each["same bits"] == [True] * 3 for each in found)
+
+
+def test_autocast_casts_as_attention_does(found: list[dict[Any, Any]]) -> None:
+    for each in found:
+        dtype, error, grads = each["autocast"]
+        assert dtype == torch.bfloat16
+        assert error < 0.05
+        assert grads == [True] * 3
+
+
+def test_only_the_blocks_that_are_seen_arrive(found: list[dict[Any, Any]]) -> None:
+    for each in found:
+        assert each["received"][0] == each["received"][1]
+        assert each["gathered"][0] == each["gathered"][1]
+
+
+def test_shards_have_positions_and_gradients(found: list[dict[Any, Any]]) -> None:
+    every = torch.cat([each["positions"][0] for each in found])
+    assert torch.equal(every.sort().values, torch.arange(N))
+    for each in found:
+        assert torch.equal(each["positions"][1][0], torch.arange(N))
+        assert (each["sum"] == sum(range(RANKS + 1))).all()
+
+
+def test_deals_are_even() -> None:
+    n = 131072
+    draw = np.random.default_rng(0)
+    lengths: list[int] = []
+    while sum(lengths) < n:
+        lengths.append(min(n - sum(lengths), int(draw.integers(50, 3000))))
+    scores = torch.rand((1, 2, 1024, 1024), generator=torch.Generator().manual_seed(0))
+    for mask in (
+        sk.BlockMask.causal(n),
+        sk.BlockMask.block_diagonal(lengths),
+        sk.BlockMask.sliding_window(n, 4096, sinks=128),
+        sk.BlockMask.topk(scores, 64, seq_len=n),
+        sk.BlockMask.from_block_map(scores < 0.125, n),
+    ):
+        for ranks in (2, 3, 16):
+            plan = sk.distributed.plan(mask, ranks)
+            assert plan.imbalance <= 1.03, plan
+            assert plan._parts.queries.tokens.sum() == n
+
+
+def test_a_window_stays_with_its_neighbours() -> None:
+    n, mask = 65536, sk.BlockMask.sliding_window(65536, 4096, sinks=128)
+    for ranks in (2, 8, 64):
+        plan = sk.distributed.plan(mask, ranks)
+        assert plan.received(1, 8, 8, 64).max() <= 2 * 8 * 64 * 2 * (4096 + 256)
+        assert plan.imbalance <= 1.05
+        assert plan._parts.queries.tokens.max() <= 1.05 * n / ranks
+
+
+def test_plans_without_processes_are_only_looked_at() -> None:
+    plan = sk.distributed.plan(sk.MaskPolicy(topk=4), (2, 2), "both", length=1000)
+    assert plan.rank is None
+    assert "chosen by topk=4 in each call" in plan.explain()
+    with pytest.raises(InvalidInput, match="without processes"):
+        sk.distributed.positions(plan)
+    q, k, v, *_ = operands(1000, 1000)
+    with pytest.raises(InvalidInput, match="without processes"):
+        sk.distributed.attention(q, k, v, plan)
+    chosen = plan.with_mask(sk.BlockMask.sliding_window(1000, 100))
+    assert chosen.received(1, 4, 2, 64).max() <= plan.received(1, 4, 2, 64).max()
+    with pytest.raises(InvalidInput, match="in units of 128 tokens"):
+        plan.with_mask(sk.BlockMask.causal(1001))

@@ -1,0 +1,94 @@
+"""Every function of sk.distributed, with valid arguments for the fuzz, in a mesh of one process. See `engine.Call`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from random import Random
+from typing import Any
+
+import torch.distributed as dist
+
+import sparsek as sk
+from tests.fuzz.calls_ops import heads, mask
+from tests.fuzz.engine import Call, Made
+
+GATHERED = {"pieces": 2, "exact": False, "check": True, "scale": 0.5, "return_lse": True, "softcap": 0.0}
+NAMED = {"mesh": "int tuple any", "length": "none int", "tolerance": "float int"}
+RULES = "BlockMask MaskPolicy MeshPlan"
+
+
+@contextmanager
+def one_process() -> Iterator[None]:
+    """A process group of this process."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def here(module: str) -> bool:
+    return module.startswith("sparsek.distributed")
+
+
+def _plan(how: str = "gather") -> sk.distributed.MeshPlan:
+    return sk.distributed.plan(mask(), dist.group.WORLD, how)
+
+
+def _of_plan(called: Callable[..., Any], **arguments: Any) -> Callable[[Random], Made]:
+    return lambda random: (called, {"plan": _plan(), **arguments})
+
+
+def _attention(how: str) -> Callable[[Random], Made]:
+    def make(random: Random) -> Made:
+        given = {"q": heads(4), "k": heads(2), "v": heads(2), "mask": _plan(how)}
+        return sk.distributed.attention, {**given, **GATHERED}
+
+    return make
+
+
+d = sk.distributed
+CALLS: dict[str, Call] = {
+    "distributed.plan": Call(
+        lambda random: (d.plan, {"mask": mask(), "mesh": 4, "how": "gather", "length": None, "tolerance": 1.03}),
+        {"mask": RULES, "mesh": "int", "length": "none", "tolerance": "int"},
+    ),
+    "distributed.plan [policy]": Call(
+        lambda random: (d.plan, {"mask": sk.MaskPolicy(window=70), "mesh": dist.group.WORLD, "length": 100}),
+        {"mask": RULES, "mesh": "int any", "length": "int"},
+    ),
+    "distributed.simulate": Call(
+        lambda random: (
+            d.simulate,
+            {
+                "mask": mask(), "ranks": (2, 8), "how": "gather", "batch": 2, "q_heads": 4, "kv_heads": 2, "dim": 16,
+                "dtype": heads(4).dtype, "pair_seconds": 1e-12, "bandwidth": 1e11,
+            },
+        ),
+        {"mask": RULES, "ranks": "sequence any", "pair_seconds": "int", "bandwidth": "int"},
+    ),
+    "distributed.MeshPlan.received": Call(
+        lambda random: (
+            _plan().received,
+            {"batch": 2, "q_heads": 4, "kv_heads": 2, "dim": 16, "v_dim": None, "dtype": heads(4).dtype},
+        ),
+        {"v_dim": "none int"},
+    ),
+    "distributed.MeshPlan.with_mask": Call(lambda random: (_plan().with_mask, {"mask": mask()})),
+    "distributed.positions": Call(_of_plan(d.positions, of="keys", device="cpu"), {"device": "none text device"}),
+    "distributed.shard_sequence": Call(_of_plan(d.shard_sequence, x=heads(4), dim=2, of="keys")),
+    "distributed.unshard_sequence": Call(
+        _of_plan(d.unshard_sequence, x=heads(4), dim=2, of="queries", check=True)
+    ),
+    "distributed.attention": Call(_attention("gather"), {"mask": RULES, "scale": "none int", "softcap": "int"}),
+    "distributed.attention [heads]": Call(
+        _attention("heads"), {"mask": RULES, "scale": "none int", "softcap": "int"}
+    ),
+}  # fmt: skip
+
+REASONS = {
+    "MeshPlan": "for sk.distributed.plan, which makes it",
+    "Simulated": "for sk.distributed.simulate, which makes it",
+    "explain": "takes no arguments",
+}
