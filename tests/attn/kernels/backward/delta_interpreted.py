@@ -135,12 +135,13 @@ def test_a_cast_writes_any_strides_and_nothing_beside() -> None:
 @pytest.mark.parametrize(("dims", "kv_len"), once(product(((32, 64), (40, 128)), (65, 128, 200))))
 def test_parts_are_added_in_order_and_rounded_once(dims: tuple[int, int], kv_len: int) -> None:
     """Those without visits hold NaN; dk and dv have other strides."""
-    batch, heads, count, keys, (dim, v_dim) = 2, 2, 3, 64, dims
+    (batch, heads, count, keys), (dim, v_dim) = (2, 2, 3, 64), dims
     columns, first = -(-kv_len // keys), 64
     lengths = torch.randint(0, 2, (batch, heads, count, columns), generator=torch.Generator().manual_seed(1))
     parts = normal(batch, heads, count, columns, keys, first + 128)
     parts = torch.where(lengths[..., None, None] > 0, parts, torch.nan)
-    dk, dv = (poisoned((batch, kv_len, heads, each), HALF).transpose(1, 2) for each in dims)
+    dk = poisoned((batch, kv_len, heads, dim), HALF).transpose(1, 2)
+    dv = poisoned((batch, kv_len, heads, v_dim), HALF).transpose(1, 2)
     add_parts(parts.flatten(0, 3), lengths.int().flatten(), count, 0.5, dk, dv, first)
     wanted = torch.zeros(batch, heads, columns, keys, first + 128)
     for part in parts.nan_to_num().unbind(2):
@@ -156,9 +157,9 @@ def test_rows_of_several_heads_of_a_token_are_read_and_written_in_place(pack: in
     rows = -(-tokens * pack // 64) * 64
     out, grad = (normal(batch, tokens, heads, dim, seed=seed).to(HALF).transpose(1, 2) for seed in range(2))
     lse, grad_lse = (normal(batch, tokens, heads, seed=seed).mT for seed in range(2, 4))
-    copies = [packed_rows(x, pack) for x in (out, grad, lse, grad_lse)]
     found = prepare_rows(out, grad, lse, grad_lse, rows, pack=pack)
-    torch.testing.assert_close(found, prepare_rows(*copies, rows), rtol=0, atol=1e-5)
+    o, g, s, n = (packed_rows(x, pack) for x in (out, grad, lse, grad_lse))
+    torch.testing.assert_close(found, prepare_rows(o, g, s, n, rows), rtol=0, atol=1e-5)
     acc = normal(batch, heads // pack, rows, 64)
     dq = poisoned((batch, tokens, heads, dim), HALF).transpose(1, 2)
     cast_quantized(held(acc), 2.0, dq, pack=pack)
