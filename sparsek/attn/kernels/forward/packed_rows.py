@@ -4,15 +4,16 @@
     mask block (T, bk)    block (T * pack, bk)           the same lists, lo and hi of every row, members.rows = pack
 
 `PackedRows(kernel)` is a kernel for all masks: of one by members it plans the packed problem, copies the rows of q, out
-and their gradients, launches, and copies results back; without `copies` the kernel reads and writes them in place. k
-and v stay. Scores that change by the head do so by the row:
-row r % pack of packed head g has the slope and the sink of head g * pack + r % pack, and token r // pack its position.
+and their gradients, launches, and copies results back. Without `copies` the kernel reads and writes them in place, in
+tiles of half as many tokens where that leaves out steps (`halves_tiles`). k and v stay. Scores that change by the head
+do so by the row: row r % pack of packed head g has the slope and the sink of head g * pack + r % pack, and token
+r // pack its position.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,13 +21,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sparsek.attn.mask.lists import BlockLists
 from sparsek.attn.mask.mask import BlockMask
 from sparsek.attn.plan.kernels import AttentionCall, AttentionGradCall
 from sparsek.attn.plan.problems import AttentionProblem
 from sparsek.core import dtypes
-from sparsek.engine.launch.launch import launch
+from sparsek.engine.launch.launch import launch, launch_unspecialized
 
 ELEMENTS, WARPS = 4096, 4  # of a program
+ENTRIES = 32  # of a row of a mask, read together
 # What a kernel reads and writes that has a row for each query.
 READ, WRITTEN = {
     AttentionCall: ("q",), AttentionGradCall: ("q", "out", "lse", "grad", "grad_lse"),
@@ -37,11 +40,11 @@ READ, WRITTEN = {
 
 @dataclass(frozen=True, eq=False)
 class PackedWork:
-    """The work of a kernel for packed rows. `mask()` has them, and `bounds`, which the mask of the call lacks."""
+    """The work of a kernel for packed rows. `mask()` has them, and `lists`, which the mask of the call lacks."""
 
     mask: Callable[[], Any]
     work: Any
-    bounds: tuple[Tensor, ...]
+    lists: tuple[Tensor, ...]
 
     @property
     def imbalance(self) -> Any:
@@ -58,18 +61,28 @@ class PackedRows:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["kernel"], name)
 
+    def packed(self, p: AttentionProblem) -> AttentionProblem:
+        """The problem of the kernel."""
+        packed = p.packed
+        if self.copies or not halves_tiles(p):
+            return packed
+        bq, bk = packed.block
+        return replace(
+            packed, block=(bq // 2, bk), stored=2 * packed.stored, partial=2 * packed.partial, exact=False
+        )
+
     def why_not(self, p: AttentionProblem) -> list[str]:
-        return self.kernel.why_not(p.packed)
+        return self.kernel.why_not(self.packed(p))
 
     def default(self, p: AttentionProblem) -> Any:
-        return self.kernel.default(p.packed)
+        return self.kernel.default(self.packed(p))
 
     def configs(self, p: AttentionProblem) -> Iterable[Any]:
-        return self.kernel.configs(p.packed)
+        return self.kernel.configs(self.packed(p))
 
     def seconds(self, p: AttentionProblem, c: Any) -> float:
         """Those of the kernel, and of the copies: a launch and two passes for each."""
-        seconds = self.kernel.seconds(p.packed, c)
+        seconds = self.kernel.seconds(self.packed(p), c)
         if p.pack == 1 or not self.copies:
             return seconds
         call = AttentionCall if p.op == "attention" else AttentionGradCall
@@ -81,13 +94,17 @@ class PackedRows:
         own = getattr(self.kernel, "notes", None)
         copied = f": q and results are copied, {copied_bytes(p) / 1e6:.4g} MB a call" if self.copies else ""
         packed = [f"{p.pack} heads of a token are rows of one tile{copied}"]
-        return (packed if p.pack > 1 else []) + (own(p.packed, c) if own else [])
+        return (packed if p.pack > 1 else []) + (own(self.packed(p), c) if own else [])
 
     def prepare(self, p: AttentionProblem, c: Any, mask: BlockMask) -> Any:
         if p.pack == 1:
             return self.kernel.prepare(p, c, mask)
         packed = packed_mask(mask, p.pack)
-        return PackedWork(lambda: packed, self.kernel.prepare(p.packed, c, packed), (packed.lo, packed.hi))
+        kept = packed.lo, packed.hi
+        if self.packed(p).block[0] < packed.block[0]:
+            packed = halved_tiles(packed)
+            kept = *kept, *packed.partial, *packed.full[:2], packed.rules
+        return PackedWork(lambda: packed, self.kernel.prepare(self.packed(p), c, packed), kept)
 
     def launch(self, c: Any, work: Any, call: Any) -> None:
         if not isinstance(work, PackedWork):
@@ -132,6 +149,105 @@ def packed_mask(mask: BlockMask, pack: int) -> BlockMask:
     )  # fmt: skip
     packed._memo["heavy"] = mask.heavy_blocks
     return packed
+
+
+def halves_tiles(p: AttentionProblem) -> bool:
+    """Whether steps of 64 rows are left out where none of their tokens has a block that others of its tile have.
+
+    Without window and sinks no query sees a block without its bit. Heads of at most 64 columns take 128 queries a step.
+    """
+    return p.pack >= 4 and p.packed.block == (128, 128) and not p.member_ends and max(p.dim, p.v_dim) > 64
+
+
+def halved_tiles(mask: BlockMask) -> BlockMask:
+    """A packed mask of one word an entry, without window and sinks, in tiles of half as many tokens. No sync.
+
+    Row 2 i + s of a head has the partial blocks of row i with bits of its half s, and its full blocks.
+    """
+    (bq, bk), members, device = mask.block, mask.members, mask.device
+    assert members is not None
+    assert mask.rules is not None
+    bits, tiles = bq // 2 // members.rows, -(-2 * mask.q_len // bq)
+    rows, room = mask.batch * mask.heads * tiles, max(1, 2 * len(mask.partial.indices))
+    starts, counts, full_starts, full_counts = torch.empty(
+        (4, rows), dtype=torch.int32, device=device
+    ).unbind()
+    indices, words = torch.empty((2, room), dtype=torch.int32, device=device).unbind()
+    made = starts, counts, indices, words, full_starts, full_counts
+    (launched_halves if device.type == "cuda" else halves)(mask, bits, tiles, made)
+    sizes = mask.sizes
+    return mask.unchecked(
+        q_len=mask.q_len, kv_len=mask.kv_len, block=(bq // 2, bk), batch=mask.batch, heads=mask.heads,
+        full=BlockLists(full_starts, full_counts, mask.full.indices), partial=BlockLists(starts, counts, indices),
+        lo=mask.lo, hi=mask.hi, rules=words, label=mask.label, members=members,
+        sizes=sizes._replace(stored=2 * sizes.stored, partial=2 * sizes.partial, exact=False),
+    )  # fmt: skip
+
+
+def halves(mask: BlockMask, bits: int, tiles: int, made: tuple[Tensor, ...]) -> None:
+    """The lists of `halved_tiles`."""
+    starts, counts, indices, words, full_starts, full_counts = made
+    words.zero_()
+    rules: Any = mask.rules
+    before = mask.grid[0]
+    number = torch.arange(len(starts), device=starts.device)
+    row, half = number // tiles * before + number % tiles // 2, number % tiles % 2
+    full_starts.copy_(mask.full.starts[row])
+    full_counts.copy_(mask.full.counts[row])
+    first, n = mask.partial.starts[row].long(), mask.partial.counts[row].long()
+    starts.copy_(2 * first + half * n)
+    each = torch.repeat_interleave(number, n)
+    entry = first[each] + torch.arange(len(each), device=each.device) - (n.cumsum(0) - n)[each]
+    own = rules[entry] >> (half[each] * bits) & ((1 << bits) - 1)
+    there = own != 0
+    counts.copy_(torch.bincount(each[there], minlength=len(number)))
+    ends = counts.cumsum(0)
+    each, entry, own = each[there], entry[there], own[there]
+    at = starts[each] + torch.arange(len(each), device=each.device) - (ends - counts)[each]
+    indices[at] = mask.partial.indices[entry]
+    words[at] = own.int()
+
+
+def launched_halves(mask: BlockMask, bits: int, tiles: int, made: tuple[Tensor, ...]) -> None:
+    """As `halves`, by a launch."""
+    args = (
+        *mask.partial, *mask.full[:2], mask.rules, *made, len(mask.partial.indices), mask.sizes.longest, mask.grid[0],
+        tiles,
+    )  # fmt: skip
+    launch_unspecialized(_halve, mask.device, mask.rows, args, (bits, ENTRIES), WARPS)
+
+
+@triton.jit(
+    do_not_specialize=("p_size", "longest", "grid_rows", "tiles"),
+    do_not_specialize_on_alignment=(
+        "p_starts", "p_counts", "p_indices", "f_starts", "f_counts", "rules", "starts", "counts", "indices", "words",
+        "full_starts", "full_counts",
+    ),
+)  # fmt: skip
+def _halve(
+    p_starts, p_counts, p_indices, f_starts, f_counts, rules, starts, counts, indices, words, full_starts, full_counts,
+    p_size, longest, grid_rows, tiles, BITS: tl.constexpr, ENTRIES: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0)
+    first = tl.minimum(tl.maximum(tl.load(p_starts + row), 0), p_size)
+    n = tl.maximum(tl.minimum(tl.minimum(tl.load(p_counts + row), longest), p_size - first), 0)
+    for half in tl.static_range(2):
+        begin = 2 * first + half * n
+        found = 0
+        for start in range(0, n, ENTRIES):
+            e = start + tl.arange(0, ENTRIES)
+            own = tl.load(rules + first + e, mask=e < n, other=0) >> (half * BITS) & ((1 << BITS) - 1)
+            there = (e < n) & (own != 0)
+            at = begin + found + tl.cumsum(there.to(tl.int32), 0) - 1
+            tl.store(indices + at, tl.load(p_indices + first + e, mask=there, other=0), mask=there)
+            tl.store(words + at, own, mask=there)
+            found += tl.sum(there.to(tl.int32), 0)
+        tile = row % grid_rows * 2 + half
+        out = row // grid_rows * tiles + tile
+        tl.store(starts + out, begin, mask=tile < tiles)
+        tl.store(counts + out, found, mask=tile < tiles)
+        tl.store(full_starts + out, tl.load(f_starts + row), mask=tile < tiles)
+        tl.store(full_counts + out, tl.load(f_counts + row), mask=tile < tiles)
 
 
 def packed_shape(x: Tensor, pack: int) -> tuple[int, ...]:

@@ -93,6 +93,7 @@ FULL_OR_RULED = [
     Config(128, 128, (128, 64), 1, 2, interval=True, members=16, member_ends=True, sums=0),
     Config(64, 64, (128, 128), 2, 2, interval=True, members=1, sums=2, queries=128),
     Config(128, 128, (128, 128), 2, 2, interval=True, members=16, parts=True),
+    Config(128, 128, (64, 128), 2, 2, interval=True, members=16, parts=True),
     Config(128, 128, (128, 64), 1, 2, interval=True, members=16, sums=0, parts=True),
     Config(64, 64, (128, 128), 2, 2, interval=True, members=4, sums=2, queries=128, parts=True),
 ]
@@ -137,6 +138,22 @@ def test_members_whose_rows_exceed_l2_are_cut_into_parts() -> None:
     assert "tiles cut into parts" in c.texts
     assert any("8 parts" in note and "268.4 MB" in note for note in KERNEL.notes(p, c))
     assert not KERNEL.default(problem()).parts
+
+
+def test_members_of_a_tile_are_taken_by_half_tiles() -> None:
+    """Not where a step has 128 queries, nor where queries see keys without a bit."""
+    sizes = {
+        "q_heads": 64,
+        "kv_heads": 4,
+        "mask_heads": 4,
+        "block": (8, 128),
+        "members": 1,
+        "by_interval": True,
+    }
+    assert KERNEL.default(problem(**sizes)).block == (64, 128)
+    assert KERNEL.default(problem(64, **sizes)).block == (128, 128)
+    assert KERNEL.default(problem(member_ends=True, **sizes)).block == (128, 128)
+    assert KERNEL.default(problem(**sizes | {"block": (8, 64)}, deterministic=False)).block == (128, 64)
 
 
 def test_time_follows_the_blocks_and_order_costs() -> None:

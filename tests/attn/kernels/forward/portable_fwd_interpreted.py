@@ -8,10 +8,19 @@ from torch import Tensor
 
 from sparsek.attn.kernels.forward import portable_fwd as portable
 from sparsek.attn.kernels.forward.merge import merge_parts
-from sparsek.attn.kernels.forward.packed_rows import launched_copy, of_tokens, packed_rows, packed_shape
+from sparsek.attn.kernels.forward.packed_rows import (
+    halved_tiles,
+    launched_copy,
+    launched_halves,
+    of_tokens,
+    packed_mask,
+    packed_rows,
+    packed_shape,
+)
 from sparsek.attn.kernels.forward.score_args import Sinks
 from sparsek.attn.mask.lists import BlockLists
 from sparsek.attn.mask.mask import BlockMask
+from sparsek.attn.mask.token_lists import TokenLists
 from sparsek.attn.plan.kernels import AttentionCall
 from sparsek.testing.attention_budget import check_attention
 from sparsek.testing.poison import poisoned
@@ -201,3 +210,23 @@ def test_rows_of_heads_are_packed_and_unpacked_by_a_launch(
         assert torch.equal(there, x)
         there.fill_(torch.nan)
         assert back.isnan().all()
+
+
+@pytest.mark.parametrize(("tokens", "pack"), [(260, 16), (133, 4)])
+def test_tiles_of_half_as_many_tokens_see_the_same_keys(tokens: int, pack: int) -> None:
+    """And have fewer blocks, or as many, by torch and by a launch."""
+    draw = torch.Generator().manual_seed(1)
+    chosen = torch.randint(0, 3, (1, 2, tokens, 2), generator=draw, dtype=torch.int32)
+    q, k = torch.empty(1, 2 * pack, tokens, 128, dtype=HALF), torch.empty(1, 2, tokens, 128, dtype=HALF)
+    mask = packed_mask(TokenLists(chosen, 128).mask_for(q, k), pack)
+    found = halved_tiles(mask)
+    assert torch.equal(found.to_dense(), mask.to_dense())
+    assert found.block == (64, 128)
+    (starts, counts, indices), full = found.partial, found.full
+    rules: Any = found.rules
+    made = tuple(torch.full_like(x, -9) for x in (starts, counts, indices, rules, *full[:2]))
+    launched_halves(mask, 64 // pack, found.grid[0], made)
+    there = torch.repeat_interleave(starts, counts) + torch.arange(int(counts.sum()))
+    there -= torch.repeat_interleave(counts.cumsum(0) - counts, counts)
+    for a, b in zip(made, (starts, counts, indices, rules, *full[:2]), strict=True):
+        assert torch.equal(a[there], b[there]) if len(a) == len(indices) else torch.equal(a, b)
