@@ -133,6 +133,9 @@ SELECTING: dict[str, Any] = {
     "NSA": policies.NSA(topk=4),
 }
 PACKED = torch.tensor([0, 100, 256])
+INDEXED = policies.IndexHead(topk=2, block=64).lists(
+    dense(1, 2, 256, 8), dense(1, 1, 256, 8), cu_seqlens=PACKED
+)
 CALLS |= {
     "policies.IndexHead": Call(function(policies.IndexHead, topk=4, block=64, always=(1, 1))),
     "policies.InfLLMv2": Call(
@@ -146,6 +149,14 @@ CALLS |= {
             cu_seqlens=PACKED,
         ),
         {"scale": "none float int", "cu_seqlens": "none"},
+        every=10,
+    ),
+    "policies.index_loss": Call(
+        function(
+            policies.index_loss, index_q=dense(1, 2, 256, 8), index_k=dense(1, 1, 256, 8), q=dense(1, 4, 256, 8),
+            k=dense(1, 2, 256, 8), lists=INDEXED, scale=0.5, index_scale=0.5, cu_seqlens=PACKED,
+        ),
+        {"scale": "none float int", "index_scale": "none float int", "cu_seqlens": "none", "lists": "none"},
         every=10,
     ),
 }  # fmt: skip

@@ -6,7 +6,7 @@ from sparsek.attn.policies.nabla import Nabla
 from sparsek.attn.policies.pictures import plot
 from sparsek.attn.policies.policy import Policy
 from sparsek.attn.policies.quest import Quest
-from sparsek.attn.policies.selected import NSA, IndexHead, InfLLMv2, MoBAGate
+from sparsek.attn.policies.selected import NSA, IndexHead, InfLLMv2, MoBAGate, index_loss
 from sparsek.attn.policies.static import Streaming
 from sparsek.attn.policies.top import MeanTopK, SubBlock
 from sparsek.attn.policies.vertical_slash import VerticalSlash
@@ -31,6 +31,7 @@ __all__ = [
     "SubBlock",
     "VerticalSlash",
     "XAttention",
+    "index_loss",
     "plot",
     "recall",
 ]

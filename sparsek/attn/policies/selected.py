@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from sparsek.attn.mask.operands import check_tensors
-from sparsek.attn.mask.token_lists import TokenLists
+from sparsek.attn.mask.token_lists import LEAST, TokenLists
 from sparsek.attn.plan.attention_operands import checked_scale
 from sparsek.attn.policies.token import SCORES, TokenGrid, TokenPolicy, products, tile_scores, token_lists
 from sparsek.core import arguments, dtypes
@@ -123,9 +125,7 @@ class NSA(TokenPolicy):
         )
         position, first = (each[start:end, None] for each in (grid.position, grid.first * self.block))
         seen = (begin >= first) & (begin + self.span <= position + 1)
-        # A row that sees none has weights 0.
-        weights = scores.masked_fill_(~seen, -torch.inf).softmax(-1)
-        return weights.masked_fill_(~seen, 0).sum(2)
+        return _masked_softmax(scores, seen).sum(2)
 
     def _pooled(self, grid: TokenGrid, start: int, end: int, weights: Tensor) -> Tensor:
         """[B, Hkv, n, blocks]: weights [B, Hkv, n, m] of compressed keys, joined over those that cover a part of a
@@ -327,6 +327,159 @@ class IndexHead(TokenPolicy):
         scores = products(rows, part).masked_fill_(key > position, -torch.inf)
         scores = functional.pad(scores, (0, end - begin - part.shape[2]), value=-torch.inf)
         return scores.unflatten(-1, (-1, self.block)).amax(-1)
+
+
+@not_traced("an index loss")
+def index_loss(
+    index_q: Tensor,
+    index_k: Tensor,
+    q: Tensor,
+    k: Tensor,
+    lists: TokenLists | None = None,
+    *,
+    scale: float | None = None,
+    index_scale: float | None = None,
+    cu_seqlens: Tensor | None = None,
+) -> Tensor:
+    """Return how far an index head is from the attention whose blocks it chooses: the loss that trains MiniMax-M3's.
+
+    Of a query and head of k, p is the attention's softmax over the keys that `lists` lets it see, in mean over the
+    heads of q that share the head of k, and r the softmax of index_scale * index_q @ index_k.T over the same keys. The
+    loss is the mean of KL(p || r) over heads and the queries that see a key. Gradients go to index_q and index_k alone
+    and are computed with the loss; the source cuts them off from the layer's input too. Scores of some queries are in
+    memory at a time. No sync on a GPU, except to read new cu_seqlens.
+
+    Args:
+        index_q: Index queries [B, Hkv, S, E]; the last one stands at the last key.
+        index_k: Index keys [B, 1 or Hkv, T, E].
+        q: Queries of the attention [B, Hq, S, D].
+        k: Keys of the attention [B, Hkv, T, D].
+        lists: The keys that count, those of `IndexHead.lists`; causal. None: all keys up to a query, as in warm-up.
+        scale: The factor of q @ k.T; D**-0.5 by default.
+        index_scale: The factor of index_q @ index_k.T; E**-0.5 by default.
+        cu_seqlens: int32 or int64 [documents + 1], for packed documents [1, H, total, D].
+
+    Raises:
+        InvalidInput: For operands that do not fit together.
+
+    Source: MiniMax Sparse Attention, Xu et al., arXiv:2606.13392.
+
+    Example:
+        >>> import torch, sparsek as sk
+        >>> q, k = torch.randn(1, 8, 500, 64), torch.randn(1, 2, 500, 64)
+        >>> index_q, index_k = torch.randn(1, 2, 500, 32, requires_grad=True), torch.randn(1, 1, 500, 32)
+        >>> lists = sk.policies.IndexHead(topk=2).lists(index_q, index_k)
+        >>> loss = sk.policies.index_loss(index_q, index_k, q, k, lists)
+        >>> loss.backward()
+        >>> index_q.grad.shape
+        torch.Size([1, 2, 500, 32])
+    """
+    scales = checked(q, k, scale), checked(index_q, index_k, index_scale)
+    (batch, heads, keys, _), queries = k.shape, q.shape[2]
+    right = [batch, heads, queries]
+    if (
+        list(index_q.shape[:3]) != right
+        or list(index_k.shape[::2]) != [batch, keys]
+        or index_k.shape[1] not in (1, heads)
+    ):
+        raise InvalidInput(
+            f"index_q is {list(index_q.shape)} and index_k {list(index_k.shape)}; q {list(q.shape)} and k "
+            f"{list(k.shape)} need index_q {[*right, 'E']} and index_k [{batch}, 1 or {heads}, {keys}, E]"
+        )
+    arguments.one_device("q is", q.device, "index_q", index_q.device)
+    if lists is not None:
+        arguments.one_device("q is", q.device, "the lists", lists.device)
+        shape = lists.indices.shape
+        if (
+            shape[0] not in (1, batch)
+            or shape[1] not in (1, heads)
+            or shape[2] != queries
+            or not lists.causal
+        ):
+            raise InvalidInput(
+                f"lists are {lists!r}; they must be causal, of batch 1 or {batch}, heads 1 or {heads} and {queries} "
+                "queries"
+            )
+    edges = [0, queries]
+    if cu_seqlens is not None:
+        edges = TokenGrid.of(q, k, LEAST, cu_seqlens).edges.tolist()
+    return _IndexLoss.apply(index_q, index_k, q.detach(), k.detach(), lists, scales, edges)
+
+
+class _IndexLoss(torch.autograd.Function):
+    """The loss, and with it its gradients."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        index_q: Tensor,
+        index_k: Tensor,
+        q: Tensor,
+        k: Tensor,
+        lists: TokenLists | None,
+        scales: tuple[float, float],
+        edges: list[int],
+    ) -> Tensor:
+        (batch, heads, keys, _), kind = k.shape, torch.promote_types(index_q.dtype, torch.float32)
+        grads = [
+            torch.zeros_like(x, dtype=kind) if need else None
+            for x, need in zip((index_q, index_k), ctx.needs_input_grad[:2], strict=True)
+        ]
+        total, count = (torch.zeros((), dtype=each, device=q.device) for each in (kind, torch.int64))
+        step = max(SCORES // (q.shape[0] * q.shape[1] * max(keys, 1)), 1)
+        alone = len(edges) == 2
+        parts = [(a, b, at, min(at + step, b)) for a, b in pairwise(edges) for at in range(a, b, step)]
+        with dtypes.as_given(q.device):
+            for first, _, start, end in parts:
+                # Keys from the first of the document to that of the last query.
+                left, right = (0, keys - q.shape[2] + end) if alone else (first, end)
+                if left >= right:
+                    continue
+                seen = _seen(lists, start, end, right - left, q.device)
+                rows, near = q[:, :, start:end].unflatten(1, (heads, -1)), slice(left, right)
+                scores = (
+                    products(rows.flatten(2, 3), k[:, :, near]).mul_(scales[0]).unflatten(2, rows.shape[2:4])
+                )
+                p = _masked_softmax(scores, seen[:, :, None]).mean(2)
+                some, these = index_q[:, :, start:end], index_k[:, :, near]
+                s = products(some, these).mul_(scales[1]).masked_fill_(~seen, -torch.inf)
+                r = s - s.logsumexp(-1, keepdim=True)
+                total += torch.where(p > 0, p * (p.log() - r), 0).sum()
+                count += seen.any(-1).expand(batch, heads, -1).sum()
+                d = scales[1] * torch.where(seen, r.exp() - p, 0)
+                if grads[0] is not None:
+                    grads[0][:, :, start:end] = d @ these.to(d.dtype)
+                if grads[1] is not None:
+                    found = d.mT @ some.to(d.dtype)
+                    grads[1][:, :, near] += found if index_k.shape[1] > 1 else found.sum(1, keepdim=True)
+        count = count.clamp(min=1)
+        ctx.save_for_backward(*(None if x is None else x.div_(count) for x in grads))
+        ctx.dtypes = index_q.dtype, index_k.dtype
+        return total / count
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *upstream: Tensor) -> Any:
+        found = [
+            None if x is None else (x * upstream[0]).to(dtype)
+            for x, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
+        ]
+        return *found, None, None, None, None, None
+
+
+def _seen(lists: TokenLists | None, start: int, end: int, keys: int, device: torch.device) -> Tensor:
+    """The keys that queries `start` to `end` see, bool [1 or B, 1 or H, n, keys]; the last query stands at the last."""
+    if lists is not None:
+        counts = None if lists.counts is None else lists.counts[:, :, start:end]
+        return replace(lists, indices=lists.indices[:, :, start:end], counts=counts).to_dense(keys)
+    key = torch.arange(keys, dtype=torch.int64, device=device)
+    own = torch.arange(keys - end + start, keys, dtype=torch.int64, device=device)
+    return (key <= own[:, None])[None, None]
+
+
+def _masked_softmax(scores: Tensor, seen: Tensor) -> Tensor:
+    """The softmax over the seen; 0 for a row that sees none."""
+    return scores.masked_fill_(~seen, -torch.inf).softmax(-1).masked_fill_(~seen, 0)
 
 
 def each_of(q: Tensor, scores: int) -> int:

@@ -16,6 +16,7 @@ from sparsek.integrations.config import misfit
 
 policies = sk.policies
 BLOCK, SPAN, STRIDE = 16, 8, 4
+INDEX_LOSS: Any = policies.index_loss
 
 
 def best(scores: "list[float]", own: int, topk: int, always: "tuple[int, int]") -> "list[int]":
@@ -238,6 +239,13 @@ def test_a_query_sees_compressed_keys_from_their_last_key_on(
         (lambda: policies.IndexHead(topk=0), "topk is 0"),
         (lambda: policies.IndexHead().lists(torch.zeros(1, 4, 9, 8), torch.zeros(1, 2, 9, 8)), "k needs 1 or 4"),
         (lambda: policies.IndexHead().lists(*torch.zeros(2, 0, 1, 9, 8)), "lists need a batch item"),
+        (lambda: INDEX_LOSS(*torch.zeros(3, 1, 2, 9, 8), torch.zeros(1, 1, 9, 8)), r"index_q \[1, 1, 9, 'E'\]"),
+        (
+            lambda: INDEX_LOSS(
+                *torch.zeros(4, 1, 2, 9, 8), sk.TokenLists(torch.zeros(1, 2, 9, 1).int(), 8, causal=False)
+            ),
+            "must be causal, of batch 1",
+        ),
         (
             lambda: policies.NSA().lists(*torch.zeros(2, 2, 1, 9, 8), cu_seqlens=torch.tensor([0, 9])),
             r"packed documents \[1, heads, total, D\]",
@@ -261,6 +269,54 @@ def test_labels_name_what_is_not_default() -> None:
     assert "every token, and the policy NSA() is causal; it has no other form" in str(
         misfit(policies.NSA(), False)
     )
+
+
+def plain_loss(index_q: Tensor, index_k: Tensor, q: Tensor, k: Tensor, seen: Tensor) -> Tensor:
+    """MSA: KL(mean over a group's heads of the attention || index head), in mean over queries with keys and heads."""
+    group = q.shape[1] // k.shape[1]
+    found = []
+    for b, h, i in torch.cartesian_prod(*(torch.arange(n) for n in index_q.shape[:3])).tolist():
+        at = seen[b % len(seen), h % seen.shape[1], i].nonzero()[:, 0]
+        if len(at):
+            p = (0.3 * q[b, h * group : (h + 1) * group, i] @ k[b, h, at].T).softmax(-1).mean(0).detach()
+            r = (0.7 * index_k[b, h % index_k.shape[1], at] @ index_q[b, h, i]).softmax(-1)
+            found.append((p * (p / r).log()).sum())
+    return torch.stack(found).mean()
+
+
+@pytest.mark.parametrize("case", ["lists", "own keys, chunk", "all keys", "documents", "before the keys"])
+def test_the_loss_of_an_index_head_is_that_of_its_paper(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    queries, keys = {"own keys, chunk": (5, 23), "before the keys": (9, 6)}.get(case, (23, 23))
+    shared = case != "own keys, chunk"
+    index_q, index_k, q, k = (
+        torch.randn(1 if case == "documents" else 2, heads, n, dim, dtype=torch.float64, requires_grad=True)
+        for heads, n, dim in ((2, queries, 5), (1 if shared else 2, keys, 5), (4, queries, 6), (2, keys, 6))
+    )
+    monkeypatch.setattr("sparsek.attn.policies.selected.SCORES", 700)
+    edges = [0, 4, 4, 17, 23] if case == "documents" else [0, keys]
+    options: dict[str, Any] = {"cu_seqlens": torch.tensor(edges)} if case == "documents" else {}
+    lists = policies.IndexHead(topk=2, block=4).lists(index_q, index_k, **options)
+    if case == "lists":
+        lists = sk.TokenLists(
+            lists.indices[:1, 1:], 4, counts=lists.indices[:1, 1:].ge(0).sum(-1), window=3, sinks=1
+        )
+    seen = torch.ones(keys, keys, dtype=torch.bool).tril()[None, None, keys - queries :]
+    if case == "before the keys":
+        seen = torch.cat((torch.zeros(3, 6, dtype=torch.bool), torch.ones(6, 6).tril().bool()))[None, None]
+    if case == "documents":
+        seen = torch.zeros(1, 2, keys, keys, dtype=torch.bool)
+        for a, b in pairwise(edges):
+            seen[:, :, a:b, a:b] = sk.TokenLists(lists.indices[:, :, a:b], 4).to_dense()
+    elif case != "all keys":
+        seen = lists.to_dense(keys)
+    given = None if case == "all keys" else lists
+    got = policies.index_loss(index_q, index_k, q, k, given, scale=0.3, index_scale=0.7, **options)
+    want = plain_loss(index_q, index_k, q, k, seen)
+    torch.testing.assert_close(got, want)
+    found, wanted = (torch.autograd.grad(3 * each, (index_q, index_k)) for each in (got, want))
+    torch.testing.assert_close(found, wanted)
+    assert not policies.index_loss(index_q.detach(), index_k.detach(), q, k, given, **options).requires_grad
 
 
 @pytest.mark.gpu
