@@ -131,7 +131,14 @@ def test_narrow_heads_take_128_queries_a_step_and_two_sums() -> None:
 
 def test_members_whose_rows_exceed_l2_are_cut_into_parts() -> None:
     """The workspace is told, and holds no more sums of keys than there are of queries."""
-    sizes = {"batch": 1, "q_heads": 4, "kv_heads": 4, "q_len": 16 * 8192, "kv_len": 8192, "mask_heads": 4}
+    sizes: dict[str, Any] = {
+        "batch": 1,
+        "q_heads": 4,
+        "kv_heads": 4,
+        "q_len": 16 * 8192,
+        "kv_len": 8192,
+        "mask_heads": 4,
+    }
     p = problem(stored=4 * 1024 * 64, longest=64, members=16, by_interval=True, exact=False, **sizes)
     c = KERNEL.default(p)
     assert c.parts
@@ -142,18 +149,13 @@ def test_members_whose_rows_exceed_l2_are_cut_into_parts() -> None:
 
 def test_members_of_a_tile_are_taken_by_half_tiles() -> None:
     """Not where a step has 128 queries, nor where queries see keys without a bit."""
-    sizes = {
-        "q_heads": 64,
-        "kv_heads": 4,
-        "mask_heads": 4,
-        "block": (8, 128),
-        "members": 1,
-        "by_interval": True,
-    }
+    sizes: dict[str, Any] = {"q_heads": 64, "kv_heads": 4, "mask_heads": 4, "block": (8, 128), "members": 1}
+    sizes["by_interval"] = True
     assert KERNEL.default(problem(**sizes)).block == (64, 128)
     assert KERNEL.default(problem(64, **sizes)).block == (128, 128)
     assert KERNEL.default(problem(member_ends=True, **sizes)).block == (128, 128)
-    assert KERNEL.default(problem(**sizes | {"block": (8, 64)}, deterministic=False)).block == (128, 64)
+    sizes["block"] = 8, 64
+    assert KERNEL.default(problem(deterministic=False, **sizes)).block == (128, 64)
 
 
 def test_time_follows_the_blocks_and_order_costs() -> None:
