@@ -112,9 +112,9 @@ def attention(
         exact: With "gather" and "both": visit blocks in the order of one process, in one piece, and compute dK and dV
             of a key where it is owned, from all queries that see it: the sums of one process, for more bytes and time.
             With "heads" always so.
-        check: Whether ranks first compare their calls, so that if one refuses, all do. One small collective, which the
-            host waits for. With False an error on one rank leaves the others waiting until their process group's
-            timeout.
+        check: Whether ranks first compare their calls, so that if one refuses, all do. One small collective that the
+            host waits for, and another one where the mask is chosen in this call. With False an error on one rank
+            leaves the others waiting until their process group's timeout.
         softcap: As in `sk.attention`.
         alibi_slopes: As in `sk.attention`; with "heads" only.
         sink_logits: As in `sk.attention`. Each rank gets the gradient of its own queries and heads: sum it over ranks,
@@ -127,10 +127,6 @@ def attention(
         InvalidInput: For operands that do not fit the plan, on every rank.
         MeshError: If an exchange fails or times out; the timeout is that of the process group.
     """
-    if torch.compiler.is_compiling():
-        raise InvalidInput(
-            "sk.distributed.attention runs between the graphs of torch.compile, not inside of one"
-        )
     options = MeshOptions(scale, pieces, exact, softcap, alibi_slopes, sink_logits)
     groups = _groups(mask, plan, mesh, how)
     made: list[Any] = []
@@ -153,7 +149,7 @@ def attention(
         if check:
             agreed("the mask that sk.distributed.attention chose", groups, lambda: found._text)
         rule = None
-    out, lse = _attended(q, k, v, found, rule, options)
+    out, lse = _attended(q, k, v, found, rule, options, groups if check and rule is not None else [])
     return (out, lse) if return_lse else out
 
 
@@ -197,7 +193,12 @@ def _planned(mask: Any, plan: Any, mesh: Any, how: Any) -> tuple[MeshPlan, MaskR
         return mask, mask.rule
     if isinstance(mask, BlockMask) and plan is None:
         how = "gather" if how is None else how
-        return mask.derived(("mesh plan", mesh, how), lambda: plan_here(mask, mesh, how)), None
+        key = (
+            "mesh plan",
+            *groups_of(mesh),
+            how,
+        )  # of the groups: meshes of groups that are gone are equal to new ones
+        return mask.derived(key, lambda: plan_here(mask, mesh, how)), None
     if plan is not None and isinstance(mask, BlockMask):
         return plan.with_mask(mask), None
     if plan is not None and isinstance(mask, MaskRule):
@@ -255,9 +256,15 @@ def _shape(x: Tensor) -> list[Any]:
 
 
 def _attended(
-    q: Tensor, k: Tensor, v: Tensor, plan: MeshPlan, rule: MaskRule | None, options: MeshOptions
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    plan: MeshPlan,
+    rule: MaskRule | None,
+    options: MeshOptions,
+    groups: list[Any],
 ) -> tuple[Tensor, Tensor]:
-    """(out, lse) of this rank's shards, of checked arguments."""
+    """(out, lse) of this rank's shards, of checked arguments. `groups`: those that agree on what a rule chose."""
     scale, pieces, exact, softcap, slopes, sinks = options
     settings: Any = {"scale": scale, "softcap": softcap, "sink_logits": sinks}
     if plan.how == "gather":
@@ -268,10 +275,10 @@ def _attended(
         def of_rows(q: Tensor, k: Tensor, v: Tensor, mask: Any, **settings: Any) -> Any:
             return attend(q, k, v, mask, return_lse=True, **settings)
 
-        return by_heads(q, k, v, plan, rule, of_rows, settings | {"alibi_slopes": slopes})
+        return by_heads(q, k, v, plan, rule, of_rows, settings | {"alibi_slopes": slopes}, groups)
 
     def of_columns(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, **settings: Any) -> Any:
         column = once(plan._kept, ("column", mask), lambda: sequence._of(mask))
         return gathered(q, k, v, column, pieces=pieces, exact=exact, **settings)
 
-    return by_heads(q, k, v, heads, None, of_columns, settings)
+    return by_heads(q, k, v, heads, None, of_columns, settings, [])

@@ -17,6 +17,7 @@ from sparsek.attn.mask.rule import MaskRule
 from sparsek.attn.mask.token_lists import TokenLists
 from sparsek.distributed.deal import Deal
 from sparsek.distributed.exchange import Exchange, exchanged, rows_of
+from sparsek.distributed.handshake import agreed
 from sparsek.distributed.plan import MeshPlan, heads_of, once
 from sparsek.distributed.selection import whole_lists
 from sparsek.distributed.submask import heads_part
@@ -27,6 +28,7 @@ class HeadsExchange(NamedTuple):
 
     Attributes:
         of_q: The heads of q of this rank, int64.
+        mine: The same on the device.
         of_k: The heads of k that they read.
         copies: The head of `of_k` for each of `of_q`, where these have other numbers of heads of q; else None.
         queries: From all heads of this rank's tokens to all tokens of its heads.
@@ -34,6 +36,7 @@ class HeadsExchange(NamedTuple):
     """
 
     of_q: np.ndarray
+    mine: Tensor
     of_k: np.ndarray
     copies: Tensor | None
     queries: Exchange
@@ -53,7 +56,7 @@ class HeadsExchange(NamedTuple):
             copies = torch.from_numpy(reads).to(device) if (counts != counts[:1]).any() else None
             queries = _heads_exchange(plan, parts.queries, batch, q_heads, [of for of, _ in each], device)
             keys = _heads_exchange(plan, parts.keys, batch, kv_heads, [of for _, of in each], device)
-            return cls(of_q, of_k, copies, queries, keys)
+            return cls(of_q, torch.from_numpy(of_q).to(device), of_k, copies, queries, keys)
 
         return once(plan._parts.kept, ("heads", batch, q_heads, kv_heads, device), make)
 
@@ -74,8 +77,12 @@ def by_heads(
     rule: MaskRule | None,
     attend_row: Callable[..., Any],
     settings: Any,
+    groups: list[Any],
 ) -> tuple[Tensor, Tensor]:
-    """Attention of this rank's heads by `attend_row`, between the exchanges of heads."""
+    """Attention of this rank's heads by `attend_row`, between the exchanges of heads.
+
+    `groups`: if there are some, their ranks all raise if attention does on one of them, as a policy for NaN.
+    """
     each, parts, q_heads = HeadsExchange.of(plan, q, k), plan._parts, q.shape[1]
     (all_q,) = exchanged(each.queries, rows_of(q))
     all_k, all_v = exchanged(each.keys, rows_of(k), rows_of(v))
@@ -85,18 +92,29 @@ def by_heads(
         rule = whole_lists(rule, plan)
     for name in ("sink_logits", "alibi_slopes"):
         if settings.get(name) is not None:
-            mine = torch.from_numpy(each.of_q).to(q.device)
-            settings = settings | {name: settings[name].index_select(-1, mine)}
-    if each.of_q.size == 0:  # more ranks than heads: nothing to compute, and all exchanges to take part in
-        out = _nothing(v.shape[3], all_q, all_k, all_v, settings["sink_logits"])
-        lse = out[:, :1].to(torch.promote_types(q.dtype, torch.float32))
-    else:
+            settings = settings | {name: settings[name].index_select(-1, each.mine)}
+    found: list[Tensor] = []
+
+    def attend_heads() -> str:
+        if (
+            each.of_q.size == 0
+        ):  # more ranks than heads: nothing to compute, and all exchanges to take part in
+            out = _nothing(v.shape[3], all_q, all_k, all_v, settings["sink_logits"])
+            found.extend((out, out[:, :1].to(torch.promote_types(q.dtype, torch.float32))))
+            return ""
+        given = [all_k, all_v]
         if each.copies is not None:
-            all_k, all_v = all_k.index_select(1, each.copies), all_v.index_select(1, each.copies)
-        out, lse = attend_row(all_q, all_k, all_v, _of_heads(plan, rule, each, q), **settings)
-        out, lse = rows_of(out), rows_of(lse.unsqueeze(-1))
+            given = [x.index_select(1, each.copies) for x in given]
+        out, lse = attend_row(all_q, *given, _of_heads(plan, rule, each, q), **settings)
+        found.extend((rows_of(out), rows_of(lse.unsqueeze(-1))))
+        return ""
+
+    if groups:
+        agreed("sk.distributed.attention of the heads of a rank", groups, attend_heads)
+    else:
+        attend_heads()
     back = each.queries.reversed
-    (out,), (lse,) = exchanged(back, out), exchanged(back, lse)
+    (out,), (lse,) = (exchanged(back, x) for x in found)
     shape = q.shape[0], q_heads, q.shape[2]
     return out.view(*shape, v.shape[3]), lse.view(shape)
 
@@ -104,7 +122,10 @@ def by_heads(
 def _of_heads(plan: MeshPlan, rule: MaskRule | None, each: HeadsExchange, q: Tensor) -> Any:
     """The mask or rule of this rank's heads."""
     if isinstance(rule, TokenLists):
-        heads = torch.from_numpy(each.rows(rule.indices.shape[1], q.shape[1])).to(q.device)
+        rows = each.rows(rule.indices.shape[1], q.shape[1])
+        heads = once(
+            plan._parts.kept, ("rows", rows.tobytes(), q.device), lambda: torch.from_numpy(rows).to(q.device)
+        )
         counts = None if rule.counts is None else rule.counts.index_select(1, heads)
         return replace(rule, indices=rule.indices.index_select(1, heads), counts=counts)
     if rule is not None:

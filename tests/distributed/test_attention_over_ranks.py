@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -190,6 +191,9 @@ def _faults(rank: int, mesh: Any) -> dict[str, Any]:
         return d.attention(*given, plan, **more)
 
     lists = sk.TokenLists(_lists().indices[:, :, :5], 64)
+    by_heads = d.plan(made["policy"], world, "heads", length=320)
+    odd_head = torch.randn(3, 1, 4, 128, 8, dtype=torch.float64)
+    odd_head[0, :, 3] = math.nan
     calls: dict[str, Callable[[], Any]] = {
         "masks": lambda: d.plan(made["causal" if odd else "documents"], world),
         "no mask": lambda: d.plan(7 if odd else causal, world),
@@ -206,6 +210,9 @@ def _faults(rank: int, mesh: Any) -> dict[str, Any]:
         "slopes by gather": lambda: attend(q, k, v, alibi_slopes=torch.ones(4)),
         "exact ends": lambda: d.attention(q, k, v, made["members"], plan=plan, exact=True),
         "vmap": lambda: torch.func.vmap(lambda x: attend(x, k, v))(torch.stack((q, q))),
+        "NaN of a head": lambda: d.attention(
+            *odd_head[:, :, :, : by_heads._parts.queries.tokens[rank]], by_heads
+        ),
         "unshard": lambda: d.unshard_sequence(q[:, :, 1:] if odd else q, plan),
         "other error": lambda: agreed("a call", [world], lambda: str(1 // (rank != 2))),
     }
@@ -313,6 +320,7 @@ ON_ALL = {  # what every rank hears, and what the odd one
     "slopes by gather": 'plan with how="heads"',
     "exact ends": "its window and sinks are counted from the ends",
     "vmap": "does not go through torch.func",
+    "NaN of a head": "NaN",
     "unshard": "along dim 2",
 }
 
