@@ -11,7 +11,7 @@ import numpy as np
 from sparsek.attn.mask.data import MaskData
 
 TOLERANCE = 1.03  # visited pairs of the fullest rank over the mean
-LOOSE, SAVING = 1.05, 0.9  # a less even deal is taken where it costs this share of the best that is even
+LOOSE, SAVING = 1.05, 0.75  # a less even deal is taken where it costs this share of the best that is even
 MOST_UNEVEN = 1.05  # tokens of the longest shard over the mean, where cuts follow the pairs
 SWAPS = 256  # of chunks between the fullest and another rank, at most
 # 512 bytes at 300 GB/s over 4 * 512 flop at 500 TFLOP/s: a head of k, 4 heads of q, D = 128.

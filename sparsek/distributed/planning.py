@@ -46,7 +46,7 @@ def plan(
             second dim of the mesh exchange heads, and those along the first gather keys of these heads.
         length: Tokens of the sequence, for a policy.
         tolerance: Visited pairs of the fullest rank over the mean, within which the deal with the least predicted time
-            is taken. One up to 1.05 is taken where that saves a tenth of the predicted time.
+            is taken. One up to 1.05 is taken where that saves a quarter of the predicted time.
 
     Raises:
         InvalidInput: For other masks and meshes, and on every rank if masks differ between ranks.
