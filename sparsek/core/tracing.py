@@ -61,7 +61,13 @@ def alive(x: Any) -> Any:
 
 def saved_tensors(ctx: Any) -> tuple[Any, ...]:
     """ctx.saved_tensors, without the wrappers of transforms that have ended: see `alive`."""
-    saved = ctx.saved_tensors
+    try:
+        saved = ctx.saved_tensors
+    except RuntimeError:
+        if not torch.is_inference_mode_enabled():
+            raise
+        with torch.inference_mode(False):  # torch 2.11 cannot hand out a saved output in inference mode
+            saved = ctx.saved_tensors
     for x in saved:  # a call for each would take longer
         if x is not None and is_functorch_wrapped_tensor(x):
             return tuple(map(alive, saved))

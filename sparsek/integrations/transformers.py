@@ -166,7 +166,7 @@ def _is_packed(mask_function: Any, config: Any) -> bool:
     for kind in getattr(config, "layer_types", None) or ():
         if kind != "full_attention":
             return False
-    return getattr(config, "is_causal", True) and mask_function.__qualname__.startswith("and_masks.")
+    return getattr(config, "is_causal", True) and mask_function.__name__ == "and_mask"
 
 
 def _documents_of(mask_function: Any, batch: int, length: int, device: Any) -> Tensor:

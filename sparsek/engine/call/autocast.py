@@ -30,7 +30,7 @@ def dtype_on(device: torch.device) -> torch.dtype | None:
 
 
 def _cast(x: Any) -> Any:
-    values = x if isinstance(x, Tensor) else x.values if hasattr(type(x), "_each") else None
+    values = x if isinstance(x, Tensor) else x.values if getattr(type(x), "_each", None) else None
     if values is None or values.dtype not in CAST:
         return x
     if not arguments.is_dense(values) or arguments.is_ended(values):  # some of these have no .to

@@ -23,6 +23,7 @@ from torch._C._functorch import (
 )
 from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
 from torch.autograd import forward_ad
+from torch.utils._python_dispatch import _disable_current_modes
 
 from sparsek.core import dtypes, operations
 from sparsek.core.arguments import TENSORS
@@ -56,6 +57,7 @@ def check_rules() -> None:
     """InvalidInput for transforms of torch.func that have no rule for ops with gradients.
 
     They are functionalize, and under torch.compile all. Without fullgraph=True torch then runs the function uncompiled.
+    In inference mode they are also those that differentiate, where torch itself gives 0.
     """
     if not torch._C._are_functorch_transforms_active():
         return
@@ -64,11 +66,23 @@ def check_rules() -> None:
             "torch.compile(fullgraph=True) cannot trace this call inside a function that torch.func transforms; leave "
             "fullgraph away, or compute gradients by .backward()"
         )
-    if any(each.key() == TransformType.Functionalize for each in get_interpreter_stack() or ()):
+    kinds = [each.key() for each in get_interpreter_stack() or ()]
+    if torch.is_inference_mode_enabled() and TransformType.Grad in kinds and not _learns_in_inference_mode():
+        raise InvalidInput(
+            f"torch.func of torch {torch.__version__} has no gradients in torch.inference_mode; use torch.no_grad there"
+        )
+    if TransformType.Functionalize in kinds:
         raise InvalidInput(
             "torch.func.functionalize does not transform calls of sparsek; make them outside of it, or use "
             "torch.compile, which needs no functionalize"
         )
+
+
+@functools.cache
+def _learns_in_inference_mode() -> bool:
+    """Whether torch.func differentiates in inference mode, which is on: gradients of torch 2.11 are 0 there."""
+    with _disable_current_modes():
+        return bool(torch.func.grad(torch.sum)(torch.ones((), dtype=torch.float32, device="cpu")))
 
 
 def _maps_alone() -> bool:

@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -17,7 +18,7 @@ from sparsek.core.arguments import INT32_MAX, shown
 from sparsek.core.clock import Times, time_rounds
 from sparsek.core.device import Card, card_named, card_of
 from sparsek.core.errors import InvalidInput, Unsupported
-from sparsek.core.tracing import check_has_values, reads_values
+from sparsek.core.tracing import check_has_values, reads_values, untransformed
 from sparsek.engine.call import transforms
 from sparsek.engine.plan.plan import time_text
 from sparsek.products.formats.base import check_finite
@@ -474,8 +475,9 @@ def _rows(w: Weight, x: Any, timed: bool) -> tuple[Tensor, int]:
     dtype = w.dtype if w.dtype in dtypes.NAMES else torch.bfloat16
     generator = torch.Generator(device=w.device).manual_seed(0)
     drawn = tokens if timed else min(tokens, ERROR_TOKENS)
-    x = torch.randn(drawn, shape[-1], dtype=dtype, device=w.device, generator=generator)
-    return x, tokens
+    # Outside of a trace by make_fx, which torch 2.11 refuses for a generator.
+    make = partial(torch.randn, drawn, shape[-1], dtype=dtype, device=w.device, generator=generator)
+    return untransformed(make, w if isinstance(w, Tensor) else w.values), tokens
 
 
 @dataclass(frozen=True)

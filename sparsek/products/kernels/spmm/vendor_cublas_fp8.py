@@ -13,6 +13,7 @@ float32: scales, alpha, bias, activation, another matrix; then C is rounded once
 blocks, so a NaN in a row of B reaches every row of C.
 """
 
+import functools
 import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -179,8 +180,20 @@ def _multiply(
 
 def _takes_rows(left: Tensor, right: Tensor) -> bool:
     """Whether torch has a kernel with row scales for these operands."""
-    e4m3 = left.dtype == right.dtype == torch.float8_e4m3fn
-    return e4m3 and (not left.is_cuda or torch.cuda.get_device_capability(left.device) >= (9, 0))
+    if not left.dtype == right.dtype == torch.float8_e4m3fn:
+        return False
+    return torch.cuda.get_device_capability(left.device) >= (9, 0) if left.is_cuda else has_rows_on_a_cpu()
+
+
+@functools.cache
+def has_rows_on_a_cpu() -> bool:
+    """Whether torch takes row scales on a CPU; torch 2.11 fails in an assertion of its own."""
+    x, scale = torch.zeros(UNIT, UNIT, dtype=torch.float8_e4m3fn), torch.ones(UNIT, 1)
+    try:
+        torch._scaled_mm(x, x.mT, scale, scale.mT, out_dtype=torch.bfloat16)
+    except RuntimeError:
+        return False
+    return True
 
 
 KERNEL: SpmmKernel = VendorCublasFp8()
