@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from sparsek.core.errors import InvalidInput
 from sparsek.distributed.handshake import failed
 
 
@@ -126,9 +127,16 @@ class Exchanged(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_second_order()
         arriving = ctx.exchange.start_back(*gradients)
         total = arriving.added().to(gradients[0].dtype)
         return None, *total.split(arriving.widths, 1)
+
+
+def refuse_second_order() -> None:
+    """InvalidInput in a backward pass that is to be differentiated."""
+    if torch.is_grad_enabled():
+        raise InvalidInput("sk.distributed has no gradients of gradients; leave create_graph=True out")
 
 
 def exchanged(exchange: Exchange, *tensors: Tensor) -> tuple[Tensor, ...]:

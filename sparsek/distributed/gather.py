@@ -21,8 +21,7 @@ from sparsek.attn.plan.attention import Attended
 from sparsek.attn.plan.attention_grad import Differentiated
 from sparsek.attn.reference.attention import merge_attention
 from sparsek.attn.reference.scores import Scores
-from sparsek.core.errors import InvalidInput
-from sparsek.distributed.exchange import Arriving, rows_of
+from sparsek.distributed.exchange import Arriving, refuse_second_order, rows_of
 from sparsek.distributed.pieces import Piece, key_pieces, query_piece
 from sparsek.distributed.plan import MeshPlan
 
@@ -57,10 +56,7 @@ class GatheredAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
-        if torch.is_grad_enabled():
-            raise InvalidInput(
-                "sk.distributed.attention has no gradients of gradients; leave create_graph=True out"
-            )
+        refuse_second_order()
         q, k, v, sinks, out, lse = ctx.saved_tensors
         plan: MeshPlan = ctx.plan
         grad = torch.zeros_like(out) if grad is None else grad

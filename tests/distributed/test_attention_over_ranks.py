@@ -190,6 +190,10 @@ def _faults(rank: int, mesh: Any) -> dict[str, Any]:
     def attend(*given: Any, **more: Any) -> Any:
         return d.attention(*given, plan, **more)
 
+    def second_order(plan: Any) -> Any:
+        x = [d.shard_sequence(x, plan).requires_grad_() for x in operands(N, N)[:3]]
+        return torch.autograd.grad(d.attention(*x, plan).sum(), x, create_graph=True)
+
     lists = sk.TokenLists(_lists().indices[:, :, :5], 64)
     by_heads = d.plan(made["policy"], world, "heads", length=320)
     odd_head = torch.randn(3, 1, 4, 128, 8, dtype=torch.float64)
@@ -213,6 +217,8 @@ def _faults(rank: int, mesh: Any) -> dict[str, Any]:
         "NaN of a head": lambda: d.attention(
             *odd_head[:, :, :, : by_heads._parts.queries.tokens[rank]], by_heads
         ),
+        "second order": lambda: second_order(plan),
+        "second order of heads": lambda: second_order(d.plan(causal, world, "heads")),
         "unshard": lambda: d.unshard_sequence(q[:, :, 1:] if odd else q, plan),
         "other error": lambda: agreed("a call", [world], lambda: str(1 // (rank != 2))),
     }
@@ -321,6 +327,8 @@ ON_ALL = {  # what every rank hears, and what the odd one
     "exact ends": "its window and sinks are counted from the ends",
     "vmap": "does not go through torch.func",
     "NaN of a head": "NaN",
+    "second order": "no gradients of gradients",
+    "second order of heads": "no gradients of gradients",
     "unshard": "along dim 2",
 }
 
