@@ -193,6 +193,7 @@ def test_sparse_models_train_from_scratch() -> None:
 
 @pytest.mark.parametrize(("name", "options", "shown"), [
     ("long_prefill", ["--tokens", "300"], r"dense +\d+ +0\.000\nwindow 256, sinks 64 +\d+ +\d\.\d+\nXAttention"),
+    ("long_context", ["--tokens", "700", "--steps", "1"], r"gather over 1 ranks.*\nstep 0: 5\.\d+ nats a byte"),
     ("video", ["--latent", "2x16x16", "--steps", "2"], r"(?s)sparse: blocks\.1\.attn1.*\nundone: dense again"),
 ])  # fmt: skip
 def test_the_other_scripts_run(
