@@ -111,19 +111,33 @@ for queries, each in ((1, 1), (8, 16)):
 for low, lse in (("*bf16", True), ("*fp16", False)):
     types = {"out": low, "lse": "*fp32" if lse else low, "cu_seqlens_q": "*i32"}
     CASES[f"clear, {low}"] = Case(padding._clear, types, {"LSE": lse}, padding.WARPS, 64)
-for dim, card in product((64, 96, 128, 256), (H200, A100)):
+for dim, card, pack in (
+    (*each, pack) for each in product((64, 96, 128, 256), (H200, A100)) for pack in (1, 16)
+):
     rows = delta.ELEMENTS // (1 << (dim - 1).bit_length())
-    ones = dict.fromkeys(("so_d", "sg_d", "sl_m", "sn_m"), 1)
-    CASES[f"rows, {dim}, {card.name}"] = Case(
+    ones = dict.fromkeys(("so_d", "sg_d", *(["sl_m", "sn_m"] if pack == 1 else [])), 1) | {"PACK": pack}
+    CASES[f"rows, {dim}, {card.name}, {pack}"] = Case(
         delta._prepare_rows, OF_DELTA, {"DV": dim, "ROWS": rows} | ones, delta.WARPS, 128, card=card
     )
     for turns, sums in ((None, 1), ("*i32", 1), ("*i32", 2)) if card is H200 else ():
-        widths = {"D": dim, "WIDTH": delta.ELEMENTS // rows, "ROWS": rows, "sq_d": 1, "SUMS": sums}
+        widths = {
+            "D": dim,
+            "WIDTH": delta.ELEMENTS // rows,
+            "ROWS": rows,
+            "sq_d": 1,
+            "SUMS": sums,
+            "PACK": pack,
+        }
         kinds = OF_DELTA | ({"turns": turns} if turns else {})
         widths |= {} if turns else {"turns": None}
-        CASES[f"cast, {dim}, {turns}, {sums}"] = Case(
+        CASES[f"cast, {dim}, {turns}, {sums}, {pack}"] = Case(
             delta._cast_quantized, kinds, widths, delta.WARPS, 128, stores=True
         )
+for dim in (64, 128):
+    types = {"parts": "*fp32", "lengths": "*i32", "dk": "*bf16", "dv": "*bf16", "scale": "fp32"}
+    widths = {"D": dim, "DV": dim, "KEYS": 128, "WIDTH": 2 * dim, "FIRST": dim, "ROWS": delta.PART_ROWS}
+    widths |= {"sk_d": 1, "sv_d": 1}
+    CASES[f"add parts, {dim}"] = Case(delta._add_parts, types, widths, delta.WARPS, 128, stores=True)
 
 
 @pytest.mark.parametrize("name", once(CASES, lambda name: [CASES[name].kernel, name.split(",")[0]]))
