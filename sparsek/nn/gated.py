@@ -136,12 +136,18 @@ def _is_plain(layer: Any) -> bool:
     """Whether a call of a layer is its product and nothing else."""
     return (
         isinstance(layer, SparseLinear)
-        and type(layer).forward is SparseLinear.forward
+        and (type(layer).forward is SparseLinear.forward or _is_middle(layer))
         and layer.activation is None
         and layer._parameters.get("bias") is None
         and layer._parameters.get("pruned") is None
         and not hooked(layer)
     )
+
+
+def _is_middle(layer: Any) -> bool:
+    """Whether it is a part of a layer that is split over a mesh, and takes and gives plain tensors of this rank."""
+    split = layer.__dict__.get("_split")
+    return split is not None and split.outputs is None
 
 
 def hooked(layer: Any) -> bool:

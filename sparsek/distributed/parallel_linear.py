@@ -1,0 +1,456 @@
+"""A SparseLinear that is split over a mesh: its part of this rank, and how x and y go between ranks.
+
+A split layer keeps its names, its sizes and its pattern, which are of the whole weight on every rank. Its values, FP8
+codes, metadata and biases become DTensors, whose shard is what the rank multiplies: the block rows or the block columns
+of the rank. Shards of unlike numbers of blocks are padded to the largest with zeros, which no product reads, because a
+DTensor has shards of one size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple, NoReturn, TypeAlias
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.nn import functional
+
+from sparsek.core import arguments
+from sparsek.core.errors import InvalidInput
+from sparsek.nn.gated import Fitted, fitted_class
+from sparsek.nn.indices import unguarded
+from sparsek.nn.sparse import SparseLinear
+from sparsek.products.formats.algebra import cut_rows
+from sparsek.products.formats.pattern import BlockPattern, HostPattern
+from sparsek.products.ops.linear import linear
+from sparsek.products.ops.spmm import finished
+
+Side: TypeAlias = Literal["rows", "columns"]
+
+
+class Split(NamedTuple):
+    """How the weight of a layer lies on a mesh.
+
+    Attributes:
+        mesh: One dimension.
+        side: Whether ranks have rows or columns of the weight.
+        sizes: How many features each rank has of them.
+        inputs: The layout of a plain x; None for x that the layer takes as it is, in the middle of an MLP.
+        outputs: The layout of y; None for y as the product gives it.
+        local: Whether y is a plain tensor.
+    """
+
+    mesh: DeviceMesh
+    side: Side
+    sizes: tuple[int, ...]
+    inputs: Placement | None
+    outputs: Placement | None
+    local: bool
+
+    def __deepcopy__(self, memo: Any) -> Split:
+        return self  # process groups have no copies
+
+    @property
+    def rank(self) -> int:
+        """The place of this process in the mesh."""
+        return self.mesh.get_local_rank()
+
+    @property
+    def is_even(self) -> bool:
+        """Whether the shards are those of torch's `Shard`."""
+        return len(set(self.sizes)) == 1
+
+    def bounds(self, rank: int) -> tuple[int, int]:
+        """The first feature of a rank, and the one after its last."""
+        start = sum(self.sizes[:rank])
+        return start, start + self.sizes[rank]
+
+
+class ParallelLinear(Fitted):
+    """A SparseLinear that is split over a mesh. `weight` is the part of this rank."""
+
+    _split: Split
+
+    @property
+    def weight(self) -> Any:
+        """The rows or columns of the weight that this rank multiplies, differentiable."""
+        own: Any = self
+        split, pattern = own._split, own.pattern
+        part = None if pattern is None else _part(pattern, split, split.rank)
+        values = self._mine(own._stored, own._parameters.get("values"))
+        local = None if part is None else part[0]
+        scale = own._buffers.get("scale")
+        if scale is not None:
+            scale = self._derived("scale", scale, lambda: _scale_part(own, scale, part))
+        return own._matrix(local, values, scale, self._mine("metadata", None))
+
+    def _mine(self, name: str, learns: Any) -> Any:
+        """The tensor of this rank, without what pads it."""
+        own: Any = self
+        whole: Any = own._buffers.get(name) if learns is None else learns
+        if whole is None:
+            return None
+        dim, counts = _counts(own, name)
+        count = counts[own._split.rank]
+        if learns is not None:
+            part = whole.to_local()
+            return part if part.shape[dim] == count else part.narrow(dim, 0, count).contiguous()
+        part = (
+            whole._local_tensor
+        )  # the same in every call, because a 2:4 weight has its plans by its metadata
+        if part.shape[dim] == count:
+            return part
+        return self._derived(name, part, lambda: part.narrow(dim, 0, count).contiguous())
+
+    def _derived(self, name: str, of: Tensor, make: Any) -> Tensor:
+        """A tensor made of a buffer, until that is another or was written to."""
+        kept: dict[str, Any] = self.__dict__.setdefault("_kept", {})
+        found = kept.get(name)
+        if found is None or found[0] is not of or found[1] != of._version:
+            found = kept[name] = of, of._version, make()
+        return found[2]
+
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Any:
+        """Return y in the layout of the style.
+
+        Args:
+            x: [..., in_features], of the input layout, or a DTensor of any.
+            residual: [..., out_features], of the output layout, added after the activation.
+        """
+        own: Any = self
+        split: Split = own._split
+        act, bias = own.activation, own._parameters.get("bias")
+        if split.side == "rows":
+            x = x if split.inputs is None else everywhere(x, split)
+            _check_width(x, own.in_features, own)
+            bias = None if bias is None else bias.to_local()[: split.sizes[split.rank]]
+            stays = split.outputs is None or is_last(split.outputs, x.ndim)
+            fused = residual if stays and not isinstance(residual, DTensor) else None
+            y = linear(x, self.weight, bias, act, fused)
+            if split.outputs is None:
+                return y
+            y = y if stays else _spread_output(y, split)
+            return _finished(y, split, "", residual if fused is None else None, own.out_features)
+        x = x if split.inputs is None else _own_columns(x, split, own)
+        _check_width(x, split.sizes[split.rank], own)
+        y = linear(x, self.weight)
+        assert split.outputs is not None
+        y = DTensor.from_local(y, split.mesh, [Partial()], run_check=False)
+        y = y.redistribute(placements=[split.outputs]).to_local()
+        if bias is not None:
+            y = y + _replicated(bias, split, y)
+        return _finished(y, split, act or "", residual, own.out_features)
+
+    def gathered(self) -> Any:
+        """Return the SparseLinear of one process, with the tensors of all ranks. Every rank must call this."""
+        own: Any = self
+        split: Split = own._split
+        tensors = {**own._parameters, **own._buffers}
+        with torch.no_grad():
+            parts = {x: _joined(own, x, _full(each)) for x, each in tensors.items() if is_split(each)}
+            scale = own._buffers.get("scale")
+            values = parts[own._stored]
+            weight = own._matrix(own.pattern, values, scale, parts.get("metadata"))
+            bias = parts.get("bias")
+        made = SparseLinear.from_matrix(weight, bias, activation=own.activation)
+        made._dtype = own._dtype
+        for name, parameter in made.named_parameters():
+            parameter.requires_grad_(own._parameters[name].requires_grad)
+        assert split.mesh is not None
+        return made.train(own.training)
+
+    def _refuse(self, *_: Any, **__: Any) -> NoReturn:
+        raise InvalidInput(
+            "this layer is split over a mesh, and a rank has a part of its weight; use layer.gathered(), the layer of "
+            "one process, and apply the style to it again"
+        )
+
+    to_dense = to_linear = keep_pruned = choose_again = reset_parameters = _refuse
+    set_pattern = prune_ = grow_ = _refuse
+
+    def extra_repr(self) -> str:
+        """Return what the layer without a mesh does, and how it is split."""
+        split = self._split
+        return f"{super().extra_repr()}, {split.side} of {list(split.sizes)} over {split.mesh.size()} ranks"  # type: ignore[misc]
+
+    def _load_from_state_dict(
+        self,
+        state_dict: Any,
+        prefix: str,
+        local_metadata: Any,
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        """Load the tensors of this layer, or those of one process, of the same pattern."""
+        own: Any = self
+        made = dict(unguarded(state_dict, prefix))
+        try:
+            for name, now in {**own._parameters, **own._buffers}.items():
+                given = made.get(prefix + name)
+                if isinstance(given, Tensor) and now is not None:
+                    made[prefix + name] = _loadable(own, name, now, given)
+        except InvalidInput as error:
+            error_msgs.append(f"{prefix or type(self).__name__}: {error}")
+            return
+        nn.Module._load_from_state_dict(
+            own, made, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        )
+
+
+def is_split(x: Any) -> bool:
+    return isinstance(x, DTensor)
+
+
+def _loadable(layer: Any, name: str, now: Tensor, given: Tensor) -> Tensor:
+    """A tensor of a state dict as this layer has it."""
+    if name in ("indptr", "indices"):
+        pattern = layer.pattern
+        if not torch.equal(given.to(now.device), getattr(pattern, name)):
+            raise InvalidInput(
+                f"{name} of the state dict are of another pattern; load it into the layer before it is split"
+            )
+        return given
+    if not is_split(now):
+        return given
+    if is_split(given):
+        if given.shape != now.shape:
+            raise InvalidInput(
+                f"{name} are {list(given.shape)}, split otherwise than here, {list(now.shape)}"
+            )
+        return given
+    return _distributed(layer, name, given.detach().to(now.device))
+
+
+@torch.no_grad()
+def split_layer(layer: Any, split: Split, source: int | None) -> None:
+    tensors = {x: y for x, y in (*layer._parameters.items(), *layer._buffers.items()) if y is not None}
+    if source is not None:
+        for name, each in tensors.items():
+            if name not in ("indptr", "indices") and not each.is_meta:
+                raw = each.detach()
+                raw = raw.view(torch.uint8) if raw.dtype in (torch.float8_e4m3fn, torch.float8_e5m2) else raw
+                dist.broadcast(raw, group=split.mesh.get_group(), group_src=source)
+    learns = {name: each.requires_grad for name, each in layer._parameters.items() if each is not None}
+    layer.__class__ = fitted_class(ParallelLinear, type(layer))
+    layer.__dict__["_split"] = split
+    for name, each in tensors.items():
+        if name in ("indptr", "indices", "scale"):
+            continue
+        made = _distributed(layer, name, each.detach())
+        if name in learns:
+            layer._parameters[name] = nn.Parameter(made, learns[name])
+        else:
+            layer._buffers[name] = made
+    _ = layer.pattern  # notes the new Parameter
+
+
+def _part(pattern: BlockPattern, split: Split, rank: int) -> tuple[BlockPattern, Tensor]:
+    """The pattern of a rank, and which blocks of the whole they are, int64 on its device."""
+    start, stop = split.bounds(rank)
+
+    def rows() -> tuple[BlockPattern, Tensor]:
+        bm = pattern.block[0]
+        first, last = start // bm, -(-stop // bm)
+        made = cut_rows(pattern, first, last)
+        at = pattern.host.indptr
+        return made, torch.arange(int(at[first]), int(at[last]), device=pattern.device)
+
+    def columns() -> tuple[BlockPattern, Tensor]:
+        bk, (indptr, indices) = pattern.block[1], pattern.host
+        inside = (indices >= start // bk) & (indices < -(-stop // bk))
+        ends = np.concatenate(([0], np.cumsum(inside)))[indptr].astype(np.int32)
+        own = HostPattern(ends, (indices[inside] - start // bk).astype(np.int32))
+        made = BlockPattern.from_host((pattern.shape[0], stop - start), pattern.block, own, pattern.device)
+        return made, torch.from_numpy(np.flatnonzero(inside)).to(pattern.device)
+
+    return pattern.derived((split.side, start, stop), rows if split.side == "rows" else columns)
+
+
+def _counts(layer: Any, name: str) -> tuple[int, list[int]]:
+    """The dim in which a tensor is split, and how much each rank has of it."""
+    split: Split = layer._split
+    if name == "bias":
+        return 0, list(split.sizes)
+    if layer._block is None:
+        per = {"rows": 1, "columns": 8 if name == "metadata" else 2}[split.side]
+        return int(split.side == "columns"), [each // per for each in split.sizes]
+    return 0, [_part(layer.pattern, split, rank)[0].nnzb for rank in range(len(split.sizes))]
+
+
+def _distributed(layer: Any, name: str, whole: Tensor) -> Tensor:
+    """The DTensor of a tensor of one process, which has it whole on each rank."""
+    split: Split = layer._split
+    if name == "bias" and split.side == "columns":
+        return DTensor.from_local(whole.clone(), split.mesh, [Replicate()], run_check=False)
+    dim, counts = _counts(layer, name)
+    if name != "bias" and layer._block is not None:
+        part = _taken(whole, _part(layer.pattern, split, split.rank)[1].to(whole.device))
+    else:
+        part = whole.narrow(dim, sum(counts[: split.rank]), counts[split.rank])
+    missing = max(counts) - counts[split.rank]
+    sizes = [*part.shape]
+    sizes[dim] += missing
+    local = torch.zeros(sizes, dtype=part.dtype, device=part.device)
+    local.narrow(dim, 0, part.shape[dim]).copy_(part)
+    return DTensor.from_local(local, split.mesh, [Shard(dim)], run_check=False)
+
+
+def _taken(x: Tensor, rows: Tensor) -> Tensor:
+    """Rows of x, in FP8 too."""
+    raw = x.view(torch.uint8) if x.element_size() == 1 else x
+    return raw.index_select(0, rows).view(x.dtype)
+
+
+def _full(x: Any) -> Tensor:
+    """The whole of a DTensor, in FP8 too, which gloo does not know."""
+    if x.element_size() > 1:
+        return x.full_tensor()
+    raw = DTensor.from_local(x._local_tensor.view(torch.uint8), x.device_mesh, x.placements, run_check=False)
+    return raw.full_tensor().view(x.dtype)
+
+
+def _joined(layer: Any, name: str, whole: Tensor) -> Tensor:
+    """The tensor of one process, of the shards of all ranks behind each other."""
+    split: Split = layer._split
+    if name == "bias" and split.side == "columns":
+        return whole.clone()
+    dim, counts = _counts(layer, name)
+    most = max(counts)
+    parts = [whole.narrow(dim, at * most, count) for at, count in enumerate(counts)]
+    if name == "bias" or layer._block is None or split.side == "rows":
+        return torch.cat(parts, dim).contiguous()
+    order = torch.cat([_part(layer.pattern, split, at)[1] for at in range(len(counts))])
+    return _taken(torch.cat(parts), order.argsort().to(whole.device))
+
+
+def _scale_part(layer: Any, scale: Tensor, part: Any) -> Tensor:
+    """The scales of what a rank has."""
+    split: Split = layer._split
+    if layer._scaled == "block":
+        return scale.index_select(0, part[1])
+    if layer._scaled == "row" and split.side == "rows":
+        start, stop = split.bounds(split.rank)
+        return scale[start:stop].clone()
+    return scale
+
+
+def is_last(layout: Placement, ndim: int | None) -> bool:
+    """Whether a layout splits the features."""
+    return isinstance(layout, Shard) and (layout.dim == -1 or (ndim is not None and layout.dim == ndim - 1))
+
+
+def _check_width(x: Tensor, width: int, layer: Any) -> None:
+    if x.shape[-1] != width:
+        raise InvalidInput(
+            f"x has {x.shape[-1]} features on rank {layer._split.rank} of the mesh, where the layer takes {width}; see "
+            "the input layout of its style"
+        )
+
+
+def _given(x: Any, split: Split) -> Any:
+    """x as a DTensor of the mesh, of which no part is to be added up."""
+    if not is_split(x):
+        return DTensor.from_local(arguments.dense("x", x), split.mesh, [split.inputs], run_check=False)
+    if x.device_mesh != split.mesh:
+        raise InvalidInput(f"x is a DTensor of {x.device_mesh}, and the layer is split over {split.mesh}")
+    return x.redistribute(placements=[Replicate()]) if x.placements[0].is_partial() else x
+
+
+def everywhere(x: Any, split: Split) -> Tensor:
+    """The whole x, the gradients of which each rank has a part."""
+    return _given(x, split).redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
+
+
+def _own_columns(x: Any, split: Split, layer: Any) -> Tensor:
+    """The features of x that this rank has columns for."""
+    assert split.inputs is not None
+    if not is_split(x) and is_last(split.inputs, x.ndim):
+        return x
+    x = _given(x, split)
+    if x.shape[-1] != layer.in_features:
+        raise InvalidInput(f"x has {x.shape[-1]} features; the layer takes {layer.in_features}")
+    if split.is_even:
+        return x.redistribute(placements=[Shard(x.ndim - 1)]).to_local()
+    if is_last(x.placements[0], x.ndim):
+        x = x.redistribute(placements=[Replicate()])
+    most = max(split.sizes)
+    parts = [functional.pad(each, (0, most - each.shape[-1])) for each in x.to_local().split(split.sizes, -1)]
+    wide = _wrapped(torch.cat(parts, -1), split, x.placements[0], (*x.shape[:-1], most * len(split.sizes)))
+    mine = wide.redistribute(placements=[Shard(x.ndim - 1)]).to_local()
+    return mine[..., : split.sizes[split.rank]].contiguous()
+
+
+def _spread_output(y: Tensor, split: Split) -> Tensor:
+    """The local part of y in the output layout, of the features that each rank has."""
+    most, count = max(split.sizes), len(split.sizes)
+    sizes = (*y.shape[:-1], most * count)
+    wide = _wrapped(functional.pad(y, (0, most - y.shape[-1])), split, Shard(y.ndim - 1), sizes)
+    y = wide.redistribute(placements=[split.outputs]).to_local()
+    if split.is_even:
+        return y
+    return torch.cat(
+        [part[..., :size] for part, size in zip(y.split(most, -1), split.sizes, strict=True)], -1
+    )
+
+
+def _wrapped(x: Tensor, split: Split, layout: Placement, sizes: Sequence[int]) -> Any:
+    """A DTensor of a local part and of the sizes of the whole."""
+    stride = torch.empty(tuple(sizes), device="meta").stride()
+    return DTensor.from_local(
+        x, split.mesh, [layout], run_check=False, shape=torch.Size(sizes), stride=stride
+    )
+
+
+def _replicated(bias: Any, split: Split, y: Tensor) -> Tensor:
+    """The part of a bias that belongs to a local y. Its gradients on the ranks add up, where each has a part of y."""
+    local = bias.to_local(grad_placements=[Replicate()])
+    if not isinstance(split.outputs, Shard):
+        return local
+    local = _Summed.apply(local, split.mesh.get_group())
+    if not is_last(split.outputs, y.ndim):
+        return local
+    parts = local.chunk(split.mesh.size())
+    return parts[split.rank] if split.rank < len(parts) else local[:0]
+
+
+class _Summed(torch.autograd.Function):
+    """x, whose gradient is the sum of those of all ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        summed = gradient.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(summed, group=ctx.group)
+        return summed, None
+
+
+def _finished(y: Tensor, split: Split, act: str, residual: Any, features: int) -> Any:
+    """act(y) + residual in the output layout, as a DTensor if that is wanted."""
+    assert split.outputs is not None
+    if is_split(residual):
+        residual = residual.redistribute(split.mesh, [split.outputs]).to_local()
+    y = finished(y, act, residual)
+    if split.local:
+        return y
+    if isinstance(split.outputs, Shard):
+        sizes = [*y.shape]
+        dim = split.outputs.dim % y.ndim
+        if dim == y.ndim - 1:
+            sizes[dim] = features
+        else:
+            total = torch.tensor(sizes[dim], device=y.device)
+            dist.all_reduce(total, group=split.mesh.get_group())
+            sizes[dim] = int(total)
+    else:
+        sizes = [*y.shape]
+    return _wrapped(y, split, split.outputs, sizes)

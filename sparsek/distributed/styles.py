@@ -1,0 +1,326 @@
+"""Tensor parallel styles for sparse layers, beside those of torch in `parallelize_module`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import lcm
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Placement, Replicate, Shard
+from torch.distributed.tensor.parallel import ParallelStyle
+
+from sparsek.core import arguments
+from sparsek.core.errors import InvalidInput
+from sparsek.distributed.parallel_linear import (
+    ParallelLinear,
+    Side,
+    Split,
+    everywhere,
+    is_last,
+    is_split,
+    split_layer,
+)
+from sparsek.nn.agreement import agree
+from sparsek.nn.gated import GatedForward, gated_forward
+from sparsek.nn.sparse import SparseLinear
+from sparsek.products.formats.pattern import BlockPattern
+
+Sizes: TypeAlias = 'Literal["even", "balanced"] | Sequence[int]'
+STEP = {"rows": 16, "columns": 64}  # of a 2:4 matrix, whose parts have 16 whole bytes of values and metadata
+
+
+class ColwiseSparse(ParallelStyle):
+    """Split the output features of a SparseLinear over a mesh, as torch's ColwiseParallel those of an nn.Linear.
+
+    Every storage is split: BSR, 2:4 and BSR24, in FP8 too. The layer has DTensors as Parameters afterwards: make the
+    optimizer later, and apply FSDP2 later. Ranks must have layers of one pattern.
+
+    Args:
+        input_layouts: The layout of an x that is no DTensor: Replicate by default; Shard(1) for sequence parallel.
+        output_layouts: That of y: Shard(-1) by default.
+        use_local_output: Whether y is a plain tensor, and no DTensor.
+        split: "even": as many features for each rank, whole block rows. "balanced": neighbouring block rows, such that
+            the rank with the most stored blocks has as few as possible. Or the number of features of each rank. The
+            layer that takes y must be split the same way: see `GatedSparse`.
+
+    Raises:
+        InvalidInput: On every rank, where the ranks' layers differ, or one cannot be split so.
+    """
+
+    side: Side = "rows"
+    layouts: tuple[Placement, Placement] = (Replicate(), Shard(-1))
+
+    def __init__(
+        self,
+        *,
+        input_layouts: Placement | None = None,
+        output_layouts: Placement | None = None,
+        use_local_output: bool = True,
+        split: Sizes = "even",
+    ) -> None:
+        super().__init__()
+        self.input_layouts = _layout("input_layouts", input_layouts, self.layouts[0])
+        self.output_layouts = _layout("output_layouts", output_layouts, self.layouts[1])
+        self.use_local_output = arguments.flag("use_local_output", use_local_output)
+        self.split = _wanted(split)
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        def plan() -> list[tuple[Any, Split]]:
+            layer = _splittable(module, type(self).__name__)
+            step = _step(layer, self.side)
+            sizes = _sizes(self.split, device_mesh.size(), [(layer, self.side)], step)
+            made = Split(
+                device_mesh, self.side, sizes, self.input_layouts, self.output_layouts, self.use_local_output
+            )
+            _check_layouts(made)
+            return [(layer, made)]
+
+        _split_all(plan, device_mesh, self.src_data_rank, repr(self))
+        return module
+
+    def __repr__(self) -> str:
+        return (
+            f"{type(self).__name__}(input_layouts={self.input_layouts}, output_layouts={self.output_layouts}, "
+            f"use_local_output={self.use_local_output}, split={self.split!r})"
+        )
+
+
+class RowwiseSparse(ColwiseSparse):
+    """Split the input features of a SparseLinear over a mesh, as torch's RowwiseParallel those of an nn.Linear.
+
+    The ranks' products are added up: by an all-reduce for `output_layouts` Replicate, by a reduce-scatter for Shard(1),
+    sequence parallel. Bias, activation and residual follow the sum. In FP8 each rank scales its part of x.
+
+    Args:
+        input_layouts: The layout of an x that is no DTensor: Shard(-1) by default.
+        output_layouts: That of y: Replicate by default; Shard(1) for sequence parallel.
+        use_local_output: Whether y is a plain tensor, and no DTensor.
+        split: As in `ColwiseSparse`, of input features and block columns.
+
+    Raises:
+        InvalidInput: On every rank, where the ranks' layers differ, or one cannot be split so.
+    """
+
+    side = "columns"
+    layouts = (Shard(-1), Replicate())
+
+
+class GatedSparse(ColwiseSparse):
+    """Split a gated MLP, down(act(gate(x)) * up(x)) of three SparseLinear, over a mesh.
+
+    Gate and up have the features of one rank that down takes there, so they are split together: x is gathered once, and
+    the product of gate and up stays fused where it was.
+
+    Args:
+        input_layouts: The layout of an x that is no DTensor: Replicate by default; Shard(1) for sequence parallel.
+        output_layouts: That of y: Replicate by default; Shard(1) for sequence parallel.
+        use_local_output: Whether y is a plain tensor, and no DTensor.
+        split: As in `ColwiseSparse`; "balanced" balances the stored blocks of all three.
+
+    Raises:
+        InvalidInput: On every rank, for another module, and as `ColwiseSparse`.
+    """
+
+    layouts = (Replicate(), Replicate())
+
+    def __init__(self, *, split: Sizes = "balanced", **layouts: Any) -> None:
+        super().__init__(split=split, **layouts)
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        def plan() -> list[tuple[Any, Split]]:
+            form = _gated_form(module)
+            gate, up, down = (
+                _splittable(module._modules.get(name), f"GatedSparse, {name}")
+                for name in (form.gate, form.up, *form.tail)
+            )
+            parts: Any = [(gate, "rows"), (up, "rows"), (down, "columns")]
+            step = lcm(*(_step(*each) for each in parts))
+            sizes = _sizes(self.split, device_mesh.size(), parts, step)
+            middle = Split(device_mesh, "rows", sizes, None, None, True)
+            last = Split(device_mesh, "columns", sizes, None, self.output_layouts, self.use_local_output)
+            _check_layouts(last)
+            return [(gate, middle), (up, middle), (down, last)]
+
+        _split_all(plan, device_mesh, self.src_data_rank, repr(self))
+        entry = Split(device_mesh, "rows", (), self.input_layouts, None, True)
+        module.register_forward_pre_hook(_Entry(entry))
+        return module
+
+
+class _Entry:
+    """A hook before a forward: x on every rank, whose gradients add up."""
+
+    def __init__(self, split: Split) -> None:
+        self.split = split
+
+    def __call__(self, module: Any, given: tuple[Any, ...]) -> tuple[Any, ...]:
+        return (everywhere(given[0], self.split), *given[1:])
+
+
+def _gated_form(module: Any) -> GatedForward:
+    base = getattr(type(module), "_fitted", (None, type(module)))[1]
+    form = gated_forward(base.forward)
+    if form is None or len(form.tail) != 1:
+        raise InvalidInput(
+            f"GatedSparse takes a module whose forward is down(act(gate(x)) * up(x)), got {type(module).__name__}; use "
+            "ColwiseSparse and RowwiseSparse on its layers"
+        )
+    return form
+
+
+def _layout(name: str, given: Any, default: Placement) -> Placement:
+    found = default if given is None else given
+    if not isinstance(found, (Replicate, Shard)):
+        raise InvalidInput(
+            f"{name} is {arguments.shown(given)}; it must be Replicate() or Shard(dim) of torch.distributed.tensor"
+        )
+    return found
+
+
+def _wanted(split: Any) -> Any:
+    if isinstance(split, str):
+        return arguments.one_of("split", split, ("even", "balanced"))
+    if not isinstance(split, Sequence) or not split:
+        raise InvalidInput(
+            f"split is {arguments.shown(split)}; it must be 'even', 'balanced' or the features of each rank"
+        )
+    return tuple(arguments.integer(f"split[{at}]", each, 1) for at, each in enumerate(split))
+
+
+def _splittable(layer: Any, style: str) -> Any:
+    """The layer, if a style can split it."""
+    if not isinstance(layer, SparseLinear):
+        raise InvalidInput(
+            f"{style} takes a SparseLinear, got {type(layer).__name__}; torch.distributed.tensor.parallel has styles "
+            "for dense layers"
+        )
+    if isinstance(layer, ParallelLinear):
+        raise InvalidInput(f"{style}: this layer is split over a mesh already: {layer._split.mesh}")
+    if layer._parameters.get("pruned") is not None:
+        raise InvalidInput(f"{style}: a layer with pruned elements (keep_pruned) cannot be split")
+    for name, each in (*layer.named_parameters(), *layer.named_buffers()):
+        if is_split(each):
+            raise InvalidInput(
+                f"{style}: {name} is a DTensor already; apply tensor parallel styles before FSDP2"
+            )
+    return layer
+
+
+def _step(layer: Any, side: Side) -> int:
+    """The features that stay together on a side."""
+    return STEP[side] if layer._block is None else layer._block[side == "columns"]
+
+
+def _features(layer: Any, side: Side) -> int:
+    return layer.out_features if side == "rows" else layer.in_features
+
+
+def _sizes(split: Any, ranks: int, parts: Sequence[tuple[Any, Side]], step: int) -> tuple[int, ...]:
+    """The features of each rank. InvalidInput where they are no whole steps, or a rank would have none."""
+    total = _features(*parts[0])
+    if any(_features(*each) != total for each in parts):
+        raise InvalidInput(
+            f"gate, up and down have {', '.join(str(_features(*x)) for x in parts)} features in the middle, which must "
+            "be one number"
+        )
+    units, kind = -(-total // step), f"steps of {step} features"
+    if units < ranks:
+        raise InvalidInput(
+            f"{total} features are {units} {kind}, fewer than {ranks} ranks; use a smaller mesh"
+        )
+    if split == "even":
+        if total % (step * ranks):
+            raise InvalidInput(
+                f"{total} features are {total / step:g} {kind}, which do not divide by {ranks} ranks; use "
+                'split="balanced", or a mesh that divides them'
+            )
+        return (total // ranks,) * ranks
+    if split == "balanced":
+        weights = sum(_stored(layer, side, step) for layer, side in parts)
+        counts = balanced(weights, ranks)  # type: ignore[arg-type]
+        ends = [min(total, step * sum(counts[: at + 1])) for at in range(ranks)]
+        return tuple(b - a for a, b in zip([0, *ends], ends, strict=False))
+    if len(split) != ranks or sum(split) != total or any(each % step for each in split[:-1]):
+        raise InvalidInput(
+            f"split is {list(split)}; it must be {ranks} numbers, one for each rank, that add up to {total}, and all "
+            f"but the last multiples of {step}"
+        )
+    return split
+
+
+def _stored(layer: Any, side: Side, step: int) -> np.ndarray:
+    """The stored elements in each step of features, int64."""
+    units = -(-_features(layer, side) // step)
+    if layer._block is None:
+        return np.full(units, step * _features(layer, "columns" if side == "rows" else "rows") // 2)
+    pattern: BlockPattern = layer.pattern
+    counts = (
+        np.diff(pattern.host.indptr)
+        if side == "rows"
+        else np.bincount(pattern.host.indices, minlength=pattern.grid[1])
+    ).astype(np.int64)
+    many = step // _step(layer, side)
+    padded = np.zeros(units * many, np.int64)
+    padded[: len(counts)] = counts
+    return padded.reshape(units, many).sum(1) * (layer._block[0] * layer._block[1])
+
+
+def balanced(weights: Sequence[int] | np.ndarray, parts: int) -> list[int]:
+    """How many neighbours each of `parts` groups has, none empty, such that the heaviest is as light as possible."""
+    items = [int(each) for each in weights]
+
+    def groups(most: int) -> list[int]:
+        counts, load = [0], 0
+        for at, each in enumerate(items):
+            left = parts - len(counts)
+            if counts[-1] and left and (load + each > most or len(items) - at <= left):
+                counts.append(0)
+                load = 0
+            counts[-1] += 1
+            load += each
+        return counts
+
+    def fits(most: int) -> bool:
+        counts, at = groups(most), 0
+        for count in counts:
+            if sum(items[at : at + count]) > most:
+                return False
+            at += count
+        return True
+
+    low, high = max(items), sum(items)
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if fits(middle) else (middle + 1, high)
+    return groups(low)
+
+
+def _check_layouts(split: Split) -> None:
+    uneven = not split.is_even and split.side == "rows"
+    if uneven and not split.local and split.outputs is not None and is_last(split.outputs, None):
+        raise InvalidInput(
+            f"a DTensor with Shard(-1) has shards of one size, and split gives {list(split.sizes)}; use "
+            'use_local_output=True, another output layout, or split="even"'
+        )
+
+
+def _split_all(plan: Any, mesh: Any, source: int | None, style: str) -> None:
+    """Split layers as `plan` says, if it and the layers are the same on every rank."""
+    if not isinstance(mesh, DeviceMesh) or mesh.ndim != 1:
+        raise InvalidInput(
+            f"{style} needs a DeviceMesh of one dimension, such as mesh['tp'], got {arguments.shown(mesh)}"
+        )
+    if mesh.get_coordinate() is None:
+        raise InvalidInput(f"{style}: this process, rank {dist.get_rank()}, is not in {mesh}")
+    why, found = "", []
+    try:
+        found = plan()
+    except InvalidInput as error:
+        why = str(error)
+    agree({str(at): layer for at, (layer, _) in enumerate(found)}, mesh.get_group(), style, why)
+    for layer, split in found:
+        split_layer(layer, split, source)

@@ -1,0 +1,92 @@
+"""Whether the ranks of a process group have the same sparse layers."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from sparsek.core import arguments
+from sparsek.core.errors import InvalidInput
+from sparsek.nn.sparse import SparseLinear
+
+
+def check_patterns(model: nn.Module, group: Any = None) -> None:
+    """Check that all ranks have the same patterns, also of 2:4, in the sparse layers of a model. Synchronizes.
+
+    Every rank of the group must call this, for example after each rank has called `set_pattern`, `prune_` or `grow_`.
+
+    Args:
+        model: A SparseLinear, or a module with some.
+        group: A process group, or a DeviceMesh of one dimension; by default all processes.
+
+    Raises:
+        InvalidInput: On every rank, if they differ. The message names the layers and the ranks.
+    """
+    if not isinstance(model, nn.Module):
+        raise InvalidInput(f"model is {arguments.shown(model)}; it must be a torch.nn.Module")
+    if not (dist.is_available() and dist.is_initialized()):
+        raise InvalidInput(
+            "check_patterns compares processes; call torch.distributed.init_process_group first"
+        )
+    group = group.get_group() if hasattr(group, "get_group") else group
+    layers = {name: each for name, each in model.named_modules() if isinstance(each, SparseLinear)}
+    agree(layers, group, "check_patterns", "", elements=True)
+
+
+def agree(layers: Mapping[str, Any], group: Any, what: str, why: str, elements: bool = False) -> None:
+    """InvalidInput on every rank of a group, unless all of them have equal layers. `why`: what failed on this one.
+
+    `elements`: look at the metadata of 2:4 weights too.
+    """
+    own, told = (what, why), {}
+    if not why:
+        try:
+            told = {name: _told(each, elements) for name, each in layers.items()}
+        except InvalidInput as error:
+            own = what, str(error)
+    found: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(found, (own, told), group=group)
+    ranks = dist.get_process_group_ranks(dist.group.WORLD if group is None else group)
+    failed = [(rank, text) for rank, ((_, text), _) in zip(ranks, found, strict=True) if text]
+    if failed:
+        rank, text = failed[0]
+        also = "" if len(failed) == 1 else f" (and {len(failed) - 1} other ranks)"
+        raise InvalidInput(text if len(failed) == len(ranks) else f"on rank {rank}{also}: {text}")
+    (first, _), known = found[0]
+    for rank, ((call, _), other) in zip(ranks, found, strict=True):
+        if call != first:
+            raise InvalidInput(
+                f"rank {ranks[0]} calls {first}, and rank {rank} {call}; all must call the same"
+            )
+        names = [name for name in {**known, **other} if known.get(name) != other.get(name)]
+        if not names:
+            continue
+        here, there = (each.get(names[0], ("", "no such layer"))[1] for each in (known, other))
+        name = f"{names[0]!r} and {len(names) - 1} more layers" if len(names) > 1 else f"layer {names[0]!r}"
+        raise InvalidInput(
+            f"{what}: {name} differ between ranks: rank {ranks[0]} has {here}, rank {rank} {there}"
+            f"{', of another pattern' if here == there else ''}; load the same state dict on every rank, or give all "
+            "the same pattern"
+        )
+
+
+def _told(layer: Any, elements: bool) -> tuple[str, str]:
+    """What must be equal on all ranks: a checksum of it, and in words."""
+    pattern, meta = layer.pattern, layer._buffers.get("metadata")
+    parts = [] if pattern is None else [each.tobytes() for each in pattern.host]
+    if elements and meta is not None:
+        whole = meta.full_tensor() if hasattr(meta, "full_tensor") and not hasattr(layer, "_split") else meta
+        if type(whole) is torch.Tensor and not whole.is_meta:
+            parts.append(whole.cpu().numpy().tobytes())
+    facts = (
+        (layer.out_features, layer.in_features, layer._block, layer._kind, layer._scaled),
+        (layer.activation, layer._parameters.get("bias") is not None, str(layer._dtype)),
+    )
+    words = f"{layer.out_features}x{layer.in_features}"
+    words += "" if pattern is None else f" with {pattern.nnzb} blocks"
+    return hashlib.sha256(b"".join([repr(facts).encode(), *parts])).hexdigest(), words

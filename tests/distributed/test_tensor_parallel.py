@@ -1,0 +1,434 @@
+"""Sparse layers that are split over a mesh, by four processes that run all cases, against one process in float64."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import itertools
+import multiprocessing
+import socket
+import tempfile
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional
+
+import sparsek as sk
+from sparsek.core.errors import InvalidInput
+
+RANKS = 4
+OPTIONS: dict[str, dict[str, Any]] = {
+    "bsr": {"block": (16, 32), "keep": 0.5},
+    "semi24": {},
+    "bsr24": {"block": 64, "keep": 0.5},
+    "bsr_fp8": {"block": 32, "keep": 0.5},
+    "semi24_fp8": {},
+    "bsr24_fp8": {"block": 64, "keep": 0.5},
+}
+CASES: dict[str, Callable[[], None]] = {}
+
+
+def case(work: Callable[[], None]) -> Callable[[], None]:
+    CASES[work.__name__] = work
+    return work
+
+
+def layer_of(form: str, rows: int, columns: int, seed: int = 0, **options: Any) -> Any:
+    torch.manual_seed(seed)
+    dtype = torch.float32 if "fp8" in form else torch.float64
+    dense = nn.Linear(columns, rows, dtype=dtype)
+    return sk.nn.SparseLinear.from_dense(
+        dense, form, **OPTIONS[form], scope="global" if "bsr" in form else "row", **options
+    )
+
+
+def meshes() -> tuple[Any, Any]:
+    """Of all ranks, and of the two of each half."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    two = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    return init_device_mesh("cpu", (RANKS,), mesh_dim_names=("tp",)), two["tp"]
+
+
+def near(x: Tensor, y: Tensor, loose: bool = False) -> None:
+    torch.testing.assert_close(
+        x, y, rtol=0.1 if loose else 1e-9, atol=0.1 if loose else 1e-9, check_dtype=False
+    )
+
+
+def raises(part: str, work: Callable[[], Any]) -> None:
+    try:
+        work()
+    except InvalidInput as error:
+        assert part in str(error), str(error)
+    else:
+        raise AssertionError(f"no InvalidInput with {part!r}")
+
+
+def local(x: Tensor, layout: Any, rank: int, sizes: Any) -> Tensor:
+    """The part of a rank of x, of which the features lie in parts of these sizes, or the tokens in equal ones."""
+    if not hasattr(layout, "dim"):
+        return x
+    return x.split(list(sizes), -1)[rank] if layout.dim == -1 else x.chunk(len(sizes), layout.dim)[rank]
+
+
+def check_gradients(whole: Any, split: Any) -> None:
+    """The gradients of Parameters, gathered, against those of one process."""
+    shadow = copy.deepcopy(split)
+    for name, each in whole.named_parameters():
+        shadow._parameters[name] = nn.Parameter(split._parameters[name].grad)
+        near(getattr(shadow.gathered(), name), each.grad)
+
+
+def compare(style: Any, form: str, rows: int, columns: int, mesh: Any) -> None:
+    """A layer in a style against the layer of one process: y, the gradients, and the weight of all ranks."""
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor.parallel import parallelize_module
+
+    rank, ranks, loose = mesh.get_local_rank(), mesh.size(), "fp8" in form
+    whole = layer_of(form, rows, columns, activation="gelu")
+    own = copy.deepcopy(whole)
+    if rank and not loose:  # those of the first rank are taken
+        own.values.data.mul_(2)
+    split = parallelize_module(own, mesh, style)
+    assert type(split).__name__ == type(whole).__name__
+    assert sum(split._split.sizes) == (rows if style.side == "rows" else columns)
+    of_x, of_y = (columns // ranks,) * ranks, (rows // ranks,) * ranks
+    of_x, of_y = (of_x, split._split.sizes) if style.side == "rows" else (split._split.sizes, of_y)
+    draw = torch.Generator().manual_seed(1)
+    kind = torch.float32 if loose else torch.float64
+    x, g = (torch.randn(2, 8, n, dtype=kind, generator=draw) for n in (columns, rows))
+    mine = local(x, style.input_layouts, rank, of_x).clone().requires_grad_()
+    x.requires_grad_()
+    y = whole(x)
+    y.backward(g)
+    found = split(mine)
+    assert isinstance(found, DTensor) != style.use_local_output
+    if not style.use_local_output:
+        assert found.shape == y.shape
+        near(found.full_tensor(), y, loose)
+        found = found.to_local()
+    near(found, local(y, style.output_layouts, rank, of_y), loose)
+    found.backward(local(g, style.output_layouts, rank, of_y))
+    near(mine.grad, local(x.grad, style.input_layouts, rank, of_x), loose)
+    near(split.gathered().to_dense(), whole.to_dense())
+    if not loose:
+        check_gradients(whole, split)
+
+
+def layouts() -> list[Any]:
+    from torch.distributed.tensor import Replicate, Shard
+
+    return [Replicate(), Shard(1), Shard(-1)]
+
+
+@case
+def every_storage() -> None:
+    for form in OPTIONS:
+        for mesh in meshes():
+            compare(sk.distributed.ColwiseSparse(), form, 256, 128, mesh)
+            compare(sk.distributed.RowwiseSparse(), form, 128, 256, mesh)
+
+
+@case
+def every_layout() -> None:
+    mesh = meshes()[0]
+    for kind, rows, columns in (
+        (sk.distributed.ColwiseSparse, 256, 128),
+        (sk.distributed.RowwiseSparse, 128, 256),
+    ):
+        for inputs, outputs in itertools.product(layouts(), layouts()):
+            for plain in (True, False):
+                style = kind(input_layouts=inputs, output_layouts=outputs, use_local_output=plain)
+                compare(style, "bsr", rows, columns, mesh)
+
+
+@case
+def uneven_splits() -> None:
+    mesh = meshes()[0]
+    for kind, rows, columns in (
+        (sk.distributed.ColwiseSparse, 200, 128),
+        (sk.distributed.RowwiseSparse, 128, 200),
+    ):
+        for inputs, outputs in itertools.product(layouts(), layouts()):
+            style = kind(input_layouts=inputs, output_layouts=outputs, split="balanced")
+            compare(style, "bsr", rows, columns, mesh)
+        compare(kind(split=(32, 96, 32, 40)), "bsr", rows, columns, mesh)
+        for form in ("semi24", "bsr24"):
+            sizes = {"rows": (320, 128), "columns": (128, 320)}[kind.side]
+            compare(kind(split="balanced"), form, *sizes, mesh)
+    style = sk.distributed.ColwiseSparse(split="balanced", use_local_output=False)
+    raises("shards of one size", lambda: compare(style, "bsr", 200, 128, mesh))
+
+
+class MLP(nn.Module):
+    def __init__(self, form: str, bias: bool) -> None:
+        super().__init__()
+        kind = torch.float32 if "fp8" in form else torch.float64
+        make = functools.partial(nn.Linear, bias=bias, dtype=kind)
+        torch.manual_seed(3)
+        self.gate_proj, self.up_proj, self.down_proj = make(128, 320), make(128, 320), make(320, 128)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(functional.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+@case
+def gated_mlps() -> None:
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor.parallel import parallelize_module
+
+    mesh = meshes()[0]
+    rank = mesh.get_local_rank()
+    for form in ("bsr", "semi24", "bsr_fp8", "bsr24"):
+        for bias in (False, True):
+            for layout in (Replicate(), Shard(1)):
+                whole = MLP(form, bias)
+                from sparsek.nn import gated, replace
+
+                made = {
+                    name: sk.nn.SparseLinear.from_dense(
+                        each,
+                        form,
+                        **({"block": 64 if form == "bsr24" else 32, "keep": 0.4} if "bsr" in form else {}),
+                        scope="global" if "bsr" in form else "row",
+                    )
+                    for name, each in whole.named_children()
+                }
+                replace.swap(whole, made)
+                fp8 = "fp8" in form
+                split = parallelize_module(
+                    copy.deepcopy(whole),
+                    mesh,
+                    sk.distributed.GatedSparse(input_layouts=layout, output_layouts=layout),
+                )
+                torch.manual_seed(4)
+                x = torch.randn(2, 8, 128, dtype=torch.float32 if fp8 else torch.float64)
+                cut = functools.partial(local, layout=layout, rank=rank, sizes=(0,) * RANKS)
+                with torch.no_grad():
+                    near(split(cut(x)), cut(whole(x)), fp8)
+                    assert (gated._parts(split, split._form, x) is None) == bias
+                x.requires_grad_()
+                mine = cut(x.detach()).clone().requires_grad_()
+                y = whole(x)
+                g = torch.randn_like(y)
+                y.backward(g)
+                found = split(mine)
+                near(found, cut(y), fp8)
+                found.backward(cut(g))
+                near(mine.grad, cut(x.grad), fp8)
+                if not fp8:
+                    for name, each in whole.named_children():
+                        check_gradients(each, split.get_submodule(name))
+
+
+@case
+def beside_torchs_styles_with_an_optimizer() -> None:
+    """Losses of three steps, with clipped gradients, and sharded checkpoints of model and optimizer."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    mesh = meshes()[0]
+
+    def model() -> nn.Module:
+        torch.manual_seed(5)
+        return nn.Sequential(
+            layer_of("bsr", 256, 64, activation="gelu"),
+            layer_of("bsr", 64, 256, 1),
+            nn.Linear(64, 32, dtype=torch.float64),
+            nn.ReLU(),
+            nn.Linear(32, 16, dtype=torch.float64),
+        )
+
+    plan = {
+        "0": sk.distributed.ColwiseSparse(split="balanced"),
+        "1": sk.distributed.RowwiseSparse(),
+        "2": ColwiseParallel(),
+        "4": RowwiseParallel(),
+    }
+    whole = model()
+    plan["1"] = sk.distributed.RowwiseSparse(split=(64, 64, 64, 64))
+    plan["0"] = sk.distributed.ColwiseSparse(split=(64, 64, 64, 64))
+    split = parallelize_module(model(), mesh, plan)
+    x = torch.randn(8, 64, dtype=torch.float64)
+    optimizers = [torch.optim.AdamW(each.parameters(), 0.01) for each in (whole, split)]
+    norms = []
+    for _ in range(3):
+        for each, optimizer in zip((whole, split), optimizers, strict=True):
+            optimizer.zero_grad()
+            loss = each(x).square().sum()
+            loss.backward()
+            norm = nn.utils.clip_grad_norm_(each.parameters(), 0.1)
+            norms.append((loss.detach(), norm.full_tensor() if hasattr(norm, "full_tensor") else norm))
+            optimizer.step()
+        near(norms[-1][0], norms[-2][0])
+        near(norms[-1][1], norms[-2][1])
+    for at in (0, 1):
+        near(split[at].gathered().values, whole[at].values)
+    folder = [tempfile.mkdtemp()]
+    dist.broadcast_object_list(folder)
+    state, of_optimizer = get_state_dict(split, optimizers[1])
+    dcp.save({"model": state, "optimizer": of_optimizer}, checkpoint_id=folder[0])
+    other = parallelize_module(model(), mesh, plan)
+    again = torch.optim.AdamW(other.parameters(), 0.01)
+    state, of_optimizer = get_state_dict(other, again)
+    dcp.load({"model": state, "optimizer": of_optimizer}, checkpoint_id=folder[0])
+    set_state_dict(other, again, model_state_dict=state, optim_state_dict=of_optimizer)
+    for each, optimizer in ((split, optimizers[1]), (other, again)):
+        optimizer.zero_grad()
+        each(x).square().sum().backward()
+        optimizer.step()
+    near(other(x), split(x))
+    split[:2].load_state_dict(model()[:2].state_dict())  # of one process
+    near(split[:2](x), model()[:2](x))
+
+
+@case
+def fsdp2_of_split_layers() -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor.parallel import parallelize_module
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    whole = nn.Sequential(layer_of("bsr", 256, 64, activation="gelu"), layer_of("bsr", 64, 256, 1))
+    split = copy.deepcopy(whole)
+    parallelize_module(
+        split, mesh["tp"], {"0": sk.distributed.ColwiseSparse(), "1": sk.distributed.RowwiseSparse()}
+    )
+    fully_shard(split, mesh=mesh["dp"])
+    torch.manual_seed(6)
+    x = torch.randn(8, 64, dtype=torch.float64)
+    optimizers = [torch.optim.AdamW(each.parameters(), 0.01) for each in (whole, split)]
+    for _ in range(3):
+        near(split(x), whole(x))
+        whole(x).square().mean().backward()
+        split(x.chunk(2)[mesh["dp"].get_local_rank()]).square().mean().backward()
+        for each in optimizers:
+            each.step()
+            each.zero_grad()
+    near(split(x), whole(x))
+
+
+@case
+def what_cannot_be_split() -> None:
+    from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+    from torch.distributed.tensor import DTensor, Replicate
+
+    mesh, two = meshes()
+    rank = dist.get_rank()
+    style = sk.distributed.ColwiseSparse()
+    raises("do not divide by 4 ranks", lambda: style._apply(layer_of("bsr", 48 + 32, 64), mesh))
+    raises("fewer than 4 ranks", lambda: style._apply(layer_of("bsr", 48, 64), mesh))
+    raises(
+        "multiples of 16",
+        lambda: sk.distributed.ColwiseSparse(split=(8, 24, 16, 16))._apply(layer_of("bsr", 64, 64), mesh),
+    )
+    raises("takes a SparseLinear", lambda: style._apply(nn.Linear(4, 4), mesh))
+    raises("GatedSparse takes", lambda: sk.distributed.GatedSparse()._apply(nn.Linear(4, 4), mesh))
+    raises("one dimension", lambda: style._apply(layer_of("bsr", 64, 64), init_device_mesh("cpu", (2, 2))))
+    raises("differ between ranks", lambda: style._apply(layer_of("bsr", 64, 64, seed=rank // 3), mesh))
+    raises(
+        "must call the same",
+        lambda: (style if rank else sk.distributed.RowwiseSparse())._apply(layer_of("bsr", 64, 128), mesh),
+    )
+    layer = layer_of("bsr", 64, 64) if rank != 2 else nn.Linear(64, 64)
+    raises("on rank 2", lambda: style._apply(layer, mesh)) if rank != 2 else raises(
+        "SparseLinear", lambda: style._apply(layer, mesh)
+    )
+    split = style._apply(layer_of("bsr", 64, 64), mesh)
+    raises("split over a mesh already", lambda: style._apply(split, mesh))
+    x = torch.randn(4, 64, dtype=torch.float64)
+    raises("x is a DTensor of", lambda: split(DTensor.from_local(x, two, [Replicate()], run_check=False)))
+    raises("features", lambda: split(x[:, :32]))
+    for name in ("to_dense", "set_pattern", "prune_"):
+        raises("gathered", lambda name=name: getattr(split, name)(0))
+    three = DeviceMesh("cpu", [0, 1, 2])
+    if rank == 3:
+        raises("is not in", lambda: style._apply(layer_of("bsr", 96, 64), three))
+    else:
+        style._apply(layer_of("bsr", 96, 64), three)
+
+
+@case
+def patterns_of_ranks_agree() -> None:
+    from torch.nn.parallel import DistributedDataParallel
+
+    rank = dist.get_rank()
+    model = DistributedDataParallel(nn.Sequential(layer_of("bsr", 64, 64), layer_of("semi24", 64, 64)))
+    sk.distributed.check_patterns(model)
+    layer = model.module[0]
+    layer.prune_(0.25)
+    sk.distributed.check_patterns(model)
+    layer.grow_(2 if rank == 1 else 4, by="random", generator=torch.Generator().manual_seed(0))
+    raises(
+        "'module.0' differ between ranks: rank 0 has 64x64 with", lambda: sk.distributed.check_patterns(model)
+    )
+
+
+def work(rank: int, port: int, results: Any) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=RANKS)
+    for name, each in CASES.items():
+        try:
+            each()
+            results.put((name, rank, ""))
+        except BaseException:
+            results.put((name, rank, traceback.format_exc()))
+            break  # the others would wait
+    results.close()
+    results.join_thread()
+
+
+@pytest.fixture(scope="module")
+def outcomes() -> dict[str, list[str]]:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(
+        ["sparsek.distributed.styles", "torch.distributed.checkpoint", "torch.distributed.fsdp"]
+    )
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    results = context.Queue()
+    processes = [
+        context.Process(target=work, args=(rank, port, results), daemon=True) for rank in range(RANKS)
+    ]
+    for each in processes:
+        each.start()
+    found: dict[str, list[str]] = {name: [] for name in CASES}
+    try:
+        for _ in range(RANKS * len(CASES)):
+            name, rank, error = results.get(timeout=100)
+            found[name].append(error and f"rank {rank}: {error}")
+            if error:
+                break
+    finally:
+        for each in processes:
+            each.kill()
+    return found
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_four_processes_compute_what_one_does(name: str, outcomes: dict[str, list[str]]) -> None:
+    assert not any(outcomes[name]), "\n".join(outcomes[name])
+    assert len(outcomes[name]) == RANKS, f"{len(outcomes[name])} ranks came so far"
+
+
+def test_balanced_groups_are_as_light_as_possible() -> None:
+    from sparsek.distributed.styles import balanced
+
+    generator = torch.Generator().manual_seed(0)
+    for count in range(1, 7):
+        weights = torch.randint(0, 5, (count,), generator=generator).tolist()
+        for parts in range(1, count + 1):
+            found = balanced(weights, parts)
+            assert (len(found), sum(found), min(found) > 0) == (parts, count, True)
+            ends = [(0, *each, count) for each in itertools.combinations(range(1, count), parts - 1)]
+            best = min(max(sum(weights[a:b]) for a, b in itertools.pairwise(e)) for e in ends)
+            at = [sum(found[:i]) for i in range(parts + 1)]
+            assert max(sum(weights[a:b]) for a, b in itertools.pairwise(at)) == best
