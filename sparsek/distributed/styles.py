@@ -24,7 +24,7 @@ from sparsek.distributed.parallel_linear import (
     is_split,
     split_layer,
 )
-from sparsek.nn.agreement import agree
+from sparsek.nn.agreement import facts_of, ranks_agree
 from sparsek.nn.gated import GatedForward, gated_forward
 from sparsek.nn.sparse import SparseLinear
 from sparsek.products.formats.pattern import BlockPattern
@@ -316,11 +316,8 @@ def _split_all(plan: Any, mesh: Any, source: int | None, style: str) -> None:
         )
     if mesh.get_coordinate() is None:
         raise InvalidInput(f"{style}: this process, rank {dist.get_rank()}, is not in {mesh}")
-    why, found = "", []
-    try:
+    with ranks_agree(style, mesh.get_group()) as told:
         found = plan()
-    except InvalidInput as error:
-        why = str(error)
-    agree({str(at): layer for at, (layer, _) in enumerate(found)}, mesh.get_group(), style, why)
+        told.update({f"layer {at}": facts_of(layer) for at, (layer, _) in enumerate(found)})
     for layer, split in found:
         split_layer(layer, split, source)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -35,30 +36,39 @@ def check_patterns(model: nn.Module, group: Any = None) -> None:
         )
     group = group.get_group() if hasattr(group, "get_group") else group
     layers = {name: each for name, each in model.named_modules() if isinstance(each, SparseLinear)}
-    agree(layers, group, "check_patterns", "", elements=True)
+    with ranks_agree("check_patterns", group) as told:
+        told.update({name or "the model": facts_of(each, elements=True) for name, each in layers.items()})
 
 
-def agree(layers: Mapping[str, Any], group: Any, what: str, why: str, elements: bool = False) -> None:
-    """InvalidInput on every rank of a group, unless all of them have equal layers. `why`: what failed on this one.
+@contextmanager
+def ranks_agree(what: str, group: Any) -> Iterator[dict[str, tuple[str, str]]]:
+    """InvalidInput on every rank of a group where one raises it in this context, or notes other facts than the first.
 
-    `elements`: look at the metadata of 2:4 weights too.
+    The context notes by name what must be equal: a checksum, and in words. One collective, at its end.
+
+    Args:
+        what: The call, which all ranks make.
+        group: A process group; None for all processes.
     """
-    own, told = (what, why), {}
-    if not why:
-        try:
-            told = {name: _told(each, elements) for name, each in layers.items()}
-        except InvalidInput as error:
-            own = what, str(error)
+    told: dict[str, tuple[str, str]] = {}
+    fault: Exception | None = None
+    try:
+        yield told
+    except Exception as error:  # the other ranks must not wait
+        fault = error
+    why = "" if fault is None else str(fault) or type(fault).__name__
     found: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(found, (own, told), group=group)
+    dist.all_gather_object(found, (what, why, told), group=group)
     ranks = dist.get_process_group_ranks(dist.group.WORLD if group is None else group)
-    failed = [(rank, text) for rank, ((_, text), _) in zip(ranks, found, strict=True) if text]
+    failed = [(rank, text) for rank, (_, text, _) in zip(ranks, found, strict=True) if text]
+    if fault is not None and not isinstance(fault, InvalidInput):
+        raise fault
     if failed:
         rank, text = failed[0]
         also = "" if len(failed) == 1 else f" (and {len(failed) - 1} other ranks)"
         raise InvalidInput(text if len(failed) == len(ranks) else f"on rank {rank}{also}: {text}")
-    (first, _), known = found[0]
-    for rank, ((call, _), other) in zip(ranks, found, strict=True):
+    first, _, known = found[0]
+    for rank, (call, _, other) in zip(ranks, found, strict=True):
         if call != first:
             raise InvalidInput(
                 f"rank {ranks[0]} calls {first}, and rank {rank} {call}; all must call the same"
@@ -67,15 +77,15 @@ def agree(layers: Mapping[str, Any], group: Any, what: str, why: str, elements: 
         if not names:
             continue
         here, there = (each.get(names[0], ("", "no such layer"))[1] for each in (known, other))
-        name = f"{names[0]!r} and {len(names) - 1} more layers" if len(names) > 1 else f"layer {names[0]!r}"
+        more = f" and {len(names) - 1} more layers" if len(names) > 1 else ""
         raise InvalidInput(
-            f"{what}: {name} differ between ranks: rank {ranks[0]} has {here}, rank {rank} {there}"
+            f"{what}: {names[0]!r}{more} differ between ranks: rank {ranks[0]} has {here}, rank {rank} {there}"
             f"{', of another pattern' if here == there else ''}; load the same state dict on every rank, or give all "
             "the same pattern"
         )
 
 
-def _told(layer: Any, elements: bool) -> tuple[str, str]:
+def facts_of(layer: Any, elements: bool = False) -> tuple[str, str]:
     """What must be equal on all ranks: a checksum of it, and in words."""
     pattern, meta = layer.pattern, layer._buffers.get("metadata")
     parts = [] if pattern is None else [each.tobytes() for each in pattern.host]

@@ -543,7 +543,10 @@ def begin_anew(values: nn.Parameter, pattern: BlockPattern, blocks: Tensor | Non
     if values.shape[0] != pattern.nnzb or not (dist.is_available() and dist.is_initialized()):
         _part(values, lambda node: node.register_prehook(_refuse_old_gradient))
     if blocks is not None:
-        values.data = blocks
+        if type(blocks) is Tensor:
+            values.data = blocks
+        else:  # the memory of FSDP2, which it goes on to gather
+            values._local_tensor.copy_(blocks._local_tensor)  # type: ignore[attr-defined]
         torch.autograd.graph.increment_version(values)  # losses have saved it
     elif values.shape[0] != pattern.nnzb:
         with torch.inference_mode(False):

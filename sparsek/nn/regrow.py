@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from hashlib import sha256
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
@@ -17,6 +18,7 @@ from torch.optim import Optimizer
 from sparsek.core import arguments
 from sparsek.core.errors import InvalidInput
 from sparsek.core.tracing import outside_inference, reads_values
+from sparsek.nn.agreement import ranks_agree
 from sparsek.nn.parameter import (
     PLAIN,
     begin_anew,
@@ -236,7 +238,7 @@ def swap(
 
 def _norms(values: Tensor, pattern: BlockPattern) -> Tensor:
     """The Frobenius norms of the stored blocks, [Mb, Kb], and -1 for others. No sync."""
-    blocks = zero_outside(pattern, values.detach())
+    blocks = zero_outside(pattern, _whole(values))
     norms = BSR.unchecked(pattern, blocks).block_norms(dtype=torch.promote_types(values.dtype, torch.float32))
     grid = norms.new_full((pattern.grid[0] * pattern.grid[1],), -1)
     return grid.index_copy_(0, _cells(pattern), norms).view(pattern.grid)
@@ -254,7 +256,8 @@ def _grown(
 
     Under DistributedDataParallel all ranks take the blocks of rank 0, by the sum of their gradients.
     """
-    ranks = layer._history.ranks()
+    values = layer.values
+    ranks = values.device_mesh.get_group() if is_sharded(values) else layer._history.ranks()
     if by == "random":
         scores = torch.rand(stored.numel(), dtype=torch.float32, device=stored.device, generator=generator)
     else:
@@ -311,10 +314,15 @@ def ready(layer: Any) -> tuple[nn.Parameter, BlockPattern]:
             "values of this BlockSparseLinear are not its Parameter, as under torch.nn.utils.prune; make them plain "
             "first, for example by torch.nn.utils.prune.remove"
         )
-    if type(values) not in PLAIN or layer._history.shard is not None:
+    if type(values) in PLAIN and layer._history.shard is not None:
         raise InvalidInput(
-            f"values of this BlockSparseLinear are sharded, a {type(values).__name__}, as by FSDP2; change the pattern "
-            "of the plain model, and shard it afterwards"
+            "values of this BlockSparseLinear are gathered by FSDP2; before the pattern changes call .reshard() of the "
+            "module that fully_shard had"
+        )
+    if type(values) not in PLAIN and not is_sharded(values):
+        raise InvalidInput(
+            f"values of this BlockSparseLinear are sharded, a {type(values).__name__}, otherwise than by FSDP2 over a "
+            "mesh of one dimension; change the pattern of the plain model, and shard it afterwards"
         )
     if is_functorch_wrapped_tensor(values):
         raise InvalidInput("the pattern of a layer cannot change inside torch.func; change it outside")
@@ -336,6 +344,26 @@ def ready(layer: Any) -> tuple[nn.Parameter, BlockPattern]:
             "layer its own values"
         )
     return values, pattern
+
+
+def is_sharded(x: Any) -> bool:
+    """Whether it is a DTensor of blocks over a mesh of one dimension, as FSDP2 makes it of values."""
+    mesh, placements = getattr(x, "device_mesh", None), getattr(x, "placements", ())
+    return mesh is not None and mesh.ndim == 1 and placements[0].is_shard(0)
+
+
+def _whole(x: Tensor) -> Tensor:
+    """All blocks, on every rank."""
+    return x.detach().full_tensor() if is_sharded(x) else x.detach()  # type: ignore[attr-defined]
+
+
+def _sharded(blocks: Tensor, like: Any) -> Tensor:
+    """Blocks, which every rank has, as those of another tensor lie."""
+    if not is_sharded(like):
+        return blocks
+    from torch.distributed.tensor import distribute_tensor
+
+    return distribute_tensor(blocks, like.device_mesh, like.placements, src_data_rank=None)
 
 
 class Move(NamedTuple):
@@ -391,23 +419,51 @@ def _requested(given: Any, old: BlockPattern) -> tuple[BlockPattern, Move] | Non
 @reads_values("set_pattern reads patterns", "call it outside")
 def change(layer: Any, given: Any, optimizer: Optimizers) -> None:
     """Give a layer another pattern: see `Regrown.set_pattern`. What can fail comes first."""
-    values, old = ready(layer)
-    optimizers = _named(optimizer, values)
-    found = _requested(given, old)
+    if is_sharded(layer._parameters.get("values")):
+        with ranks_agree("set_pattern", layer.values.device_mesh.get_group()) as told:
+            values, old, found, optimizers = _asked(layer, given, optimizer)
+            told["the pattern"] = _facts(old, found, optimizers)
+    else:
+        values, old, found, optimizers = _asked(layer, given, optimizer)
     if found is None:
         return
     pattern, move = found
-    if optimizers is None:
-        optimizers = followed(values)
     states = [(x.state[values], _carried(x, values, move)) for x in optimizers if _has_state(x, values)]
-    blocks = zero_outside(pattern, move(values.detach()))
+    blocks = _sharded(zero_outside(pattern, move(_whole(values))), values)
     buffers = pattern.indptr.clone(), pattern.indices.clone()
     for state, parts in states:
         state.update(parts)
     begin_anew(values, pattern, blocks)
     layer.indptr, layer.indices = buffers
     note_carried(layer, values, pattern, optimizers)
+    if is_sharded(values):  # the gathered ones of before had the old pattern
+        layer._history.patterns = {id(values): pattern}
     layer._see(*buffers, pattern)
+
+
+def _asked(
+    layer: Any, given: Any, optimizer: Optimizers
+) -> tuple[nn.Parameter, BlockPattern, tuple[BlockPattern, Move] | None, list[Optimizer]]:
+    """The values and the pattern of a layer, the new pattern with what moves, and the optimizers to follow it."""
+    values, old = ready(layer)
+    optimizers = _named(optimizer, values)
+    found = _requested(given, old)
+    if found is not None and is_sharded(values) and found[0].nnzb != old.nnzb:
+        raise InvalidInput(
+            f"FSDP2 keeps room for the {old.nnzb} blocks that were sharded, and the new pattern has {found[0].nnzb}; "
+            "give one of as many blocks, or change the pattern of the plain model, and shard it afterwards"
+        )
+    return values, old, found, followed(values) if optimizers is None else optimizers
+
+
+def _facts(
+    old: BlockPattern, found: tuple[BlockPattern, Move] | None, optimizers: list[Optimizer]
+) -> tuple[str, str]:
+    """What must be equal on the ranks that change a pattern."""
+    pattern = old if found is None else found[0]
+    host = [each.tobytes() for each in (*old.host, *pattern.host)]
+    names = [type(x).__name__ for x in optimizers]
+    return sha256(b"".join([*host, repr(names).encode()])).hexdigest(), f"{pattern.nnzb} blocks, {names}"
 
 
 def _named(optimizer: Any, values: nn.Parameter) -> list[Optimizer] | None:
@@ -446,11 +502,12 @@ def _carried(optimizer: Optimizer, values: nn.Parameter, move: Move) -> dict[Any
             if part is not None and not isinstance(part, (bool, int, float, str)):
                 raise _refusal(optimizer, f"{name!r}, a {type(part).__name__}")
         elif part.ndim:  # else a counter
+            given, part = part, _whole(part)
             plain = type(part) in PLAIN and part.layout == torch.strided and part.is_floating_point()
             if not plain or part.shape[0] != count or tuple(part.shape[1:]) not in rests:
                 kind = str(part.dtype) if type(part) in PLAIN else f"{type(part).__name__} {part.dtype}"
                 raise _refusal(optimizer, f"{name!r}, {kind} {list(part.shape)}")
-            made[name] = move(part, _fresh(optimizer, values, name))
+            made[name] = _sharded(move(part, _fresh(optimizer, values, name)), given)
     return made
 
 

@@ -316,6 +316,51 @@ def fsdp2_of_split_layers() -> None:
 
 
 @case
+def patterns_change_under_fsdp2() -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    rank = dist.get_rank()
+    whole = nn.Sequential(layer_of("bsr", 256, 64, activation="gelu"), layer_of("bsr", 60, 256, 1))
+    split = copy.deepcopy(whole)
+    for each in (*split, split):
+        fully_shard(each, mesh=init_device_mesh("cpu", (RANKS,)))
+    torch.manual_seed(7)
+    x = torch.randn(8, 64, dtype=torch.float64)
+    optimizers = [torch.optim.AdamW(each.parameters(), 0.01) for each in (whole, split)]
+
+    def step() -> None:
+        near(split(x), whole(x))
+        whole(x).square().mean().backward()
+        split(x.chunk(RANKS)[rank]).square().mean().backward()
+        for each in optimizers:
+            each.step()
+            each.zero_grad()
+
+    step()
+    for seed in range(2):
+        draw = torch.Generator().manual_seed(seed)
+        for own, other in zip(whole, split, strict=True):
+            cells = torch.randperm(own.pattern.grid[0] * own.pattern.grid[1], generator=draw)
+            mask = (cells < own.pattern.nnzb).view(own.pattern.grid)
+            own.set_pattern(mask)
+            other.set_pattern(mask)
+            near(other.values.full_tensor(), own.values)
+        step()
+        step()
+    layer, mask = split[0], whole[0].pattern.indptr.new_zeros(whole[0].pattern.grid, dtype=torch.bool)
+    mask.view(-1)[rank // 2 : rank // 2 + whole[0].pattern.nnzb] = True
+    raises("differ between ranks: rank 0 has 16 blocks", lambda: layer.set_pattern(mask))
+    raises(
+        "on rank 3: pattern has shape", lambda: layer.set_pattern(mask if rank < 3 else mask[:1])
+    ) if rank < 3 else raises("on rank 3", lambda: layer.set_pattern(mask[:1]))
+    raises("room for the 16 blocks", lambda: layer.set_pattern(torch.ones_like(mask)))
+    split(x)
+    raises("reshard", lambda: split[0].set_pattern(mask)) if type(split[0].values) is nn.Parameter else None
+    step()
+
+
+@case
 def what_cannot_be_split() -> None:
     from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
     from torch.distributed.tensor import DTensor, Replicate
