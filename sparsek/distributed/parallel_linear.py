@@ -356,6 +356,7 @@ def _check_width(x: Tensor, width: int, layer: Any) -> None:
 def _given(x: Any, split: Split) -> Any:
     """x as a DTensor of the mesh, of which no part is to be added up."""
     if not is_split(x):
+        assert split.inputs is not None
         return DTensor.from_local(arguments.dense("x", x), split.mesh, [split.inputs], run_check=False)
     if x.device_mesh != split.mesh:
         raise InvalidInput(f"x is a DTensor of {x.device_mesh}, and the layer is split over {split.mesh}")

@@ -54,7 +54,8 @@ class Regrown(nn.Module):
 
         In a process group give every rank the same pattern. DistributedDataParallel goes on where there are as many
         blocks as before, and an old loss is not refused then; else its next call raises InvalidInput until it is made
-        anew.
+        anew. Under FSDP2, over a mesh of one dimension, all ranks call this together, with a pattern of as many blocks
+        as before; every rank raises InvalidInput where theirs differ.
 
         Args:
             pattern: A BlockPattern of the same shape and block, or a mask of blocks, bool [Mb, Kb], of what to store.
@@ -64,7 +65,8 @@ class Regrown(nn.Module):
 
         Raises:
             InvalidInput: For a pattern that does not fit, for state that has not one part for each block (LBFGS, states
-                in 8 bits), for optimizers without `values`, for sharded values, as of FSDP2, and on the meta device.
+                in 8 bits), for optimizers without `values`, for another number of blocks under FSDP2, and on the meta
+            device.
 
         Examples:
             >>> layer = sk.nn.BlockSparseLinear.random(64, 128, 16, 0.25)
@@ -157,7 +159,7 @@ def dense_gradients(model: nn.Module) -> Iterator[None]:
     They are those of the calls in this context, and add up over their backward passes, which may come later. Each takes
     the memory of a dense weight, in float32 for bf16 and fp16, until `grow_` or the next such context drops it.
     Compiled layers are not recorded. Every rank of a distributed run records its own, and `grow_` adds up those of the
-    ranks of DistributedDataParallel.
+    ranks of DistributedDataParallel or FSDP2.
 
     Args:
         model: A BlockSparseLinear, or a module with some.
@@ -254,10 +256,9 @@ def _grown(
 ) -> Tensor:
     """A mask of the stored blocks and of `count` more: see `Regrown.grow_`. No sync.
 
-    Under DistributedDataParallel all ranks take the blocks of rank 0, by the sum of their gradients.
+    Under DistributedDataParallel and FSDP2 all ranks take the blocks of rank 0, by the sum of their gradients.
     """
-    values = layer.values
-    ranks = values.device_mesh.get_group() if is_sharded(values) else layer._history.ranks()
+    ranks = ranks_of(layer)
     if by == "random":
         scores = torch.rand(stored.numel(), dtype=torch.float32, device=stored.device, generator=generator)
     else:
@@ -348,8 +349,14 @@ def ready(layer: Any) -> tuple[nn.Parameter, BlockPattern]:
 
 def is_sharded(x: Any) -> bool:
     """Whether it is a DTensor of blocks over a mesh of one dimension, as FSDP2 makes it of values."""
-    mesh, placements = getattr(x, "device_mesh", None), getattr(x, "placements", ())
-    return mesh is not None and mesh.ndim == 1 and placements[0].is_shard(0)
+    mesh = getattr(x, "device_mesh", None)
+    return mesh is not None and mesh.ndim == 1 and x.placements[0].is_shard(0)
+
+
+def ranks_of(layer: Any) -> Any:
+    """The process group over which FSDP2 shards a layer, or of the DistributedDataParallel that calls it; or None."""
+    values = layer._parameters.get("values")
+    return values.device_mesh.get_group() if is_sharded(values) else layer._history.ranks()
 
 
 def _whole(x: Tensor) -> Tensor:

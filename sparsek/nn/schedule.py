@@ -15,7 +15,16 @@ from torch import nn
 
 from sparsek.core import arguments
 from sparsek.core.errors import InvalidInput
-from sparsek.nn.regrow import Optimizers, Regrown, dense_gradients, is_recorded, ready, swap
+from sparsek.nn.regrow import (
+    Optimizers,
+    Regrown,
+    dense_gradients,
+    is_recorded,
+    is_sharded,
+    ranks_of,
+    ready,
+    swap,
+)
 
 # What a callback of a Trainer is, by the package that has it.
 CALLBACKS = (
@@ -34,7 +43,7 @@ class PatternSchedule:
     (Mocanu et al. 2018, arXiv:1707.04780), with blocks in place of weights. With `keep` and by="union" it is the prune
     and grow of BLaST (Okanovic et al. 2025, arXiv:2507.03117): beside the blocks of largest norm, as many as on the
     curve, as many of largest gradient are stored, until the last change drops them. The state of optimizers is carried
-    as by `set_pattern`. DistributedDataParallel follows: a change makes its reducer anew.
+    as by `set_pattern`. DistributedDataParallel follows: a change makes its reducer anew. FSDP2 follows without `keep`.
 
     Args:
         model: A BlockSparseLinear, or a module with some.
@@ -128,7 +137,12 @@ class PatternSchedule:
         step = self.steps + 1
         due, grows = self._is_due(step), self._grows(step)
         for layer in () if self.steps else self.layers.values():
-            ready(layer)  # now rather than at the first change
+            values, _ = ready(layer)  # now rather than at the first change
+            if self.keep is not None and is_sharded(values):
+                raise InvalidInput(
+                    "this schedule with keep changes the number of blocks, and FSDP2 keeps room for those that were "
+                    "sharded; use swapped without keep, or DistributedDataParallel"
+                )
         if grows and not any(map(is_recorded, self.layers.values())):
             raise InvalidInput(
                 f"step {step} grows blocks by gradient, and none is recorded; compute the loss and its backward pass "
@@ -140,7 +154,7 @@ class PatternSchedule:
             share = self.share(name, step)
             count = max(1, round(share * cells)) if share else 0
             new: int | None = round(self._swapped(step) * count)
-            if grows and not is_recorded(layer) and layer._history.ranks() is None:
+            if grows and not is_recorded(layer) and ranks_of(layer) is None:
                 new = 0
             elif grows and self.by == "union":
                 new = None
