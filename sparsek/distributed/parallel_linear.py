@@ -139,11 +139,16 @@ class ParallelLinear(Fitted):
         _check_width(x, split.sizes[split.rank], own)
         y = linear(x, self.weight)
         assert split.outputs is not None
-        y = DTensor.from_local(y, split.mesh, [Partial()], run_check=False)
-        y = y.redistribute(placements=[split.outputs]).to_local()
+        y = summed(y, split._replace(local=True))
         if bias is not None:
             y = y + _replicated(bias, split, y)
         return _finished(y, split, act or "", residual, own.out_features)
+
+    def weight_values(self) -> Tensor | None:
+        """The Parameter of the values, as this rank has it, differentiable; None in FP8."""
+        own: Any = self
+        values = own._parameters.get("values")
+        return None if values is None else values.to_local()
 
     def gathered(self) -> Any:
         """Return the SparseLinear of one process, with the tensors of all ranks. Every rank must call this."""
@@ -406,6 +411,15 @@ def _wrapped(x: Tensor, split: Split, layout: Placement, sizes: Sequence[int]) -
     return DTensor.from_local(
         x, split.mesh, [layout], run_check=False, shape=torch.Size(sizes), stride=stride
     )
+
+
+def summed(y: Tensor, split: Split) -> Any:
+    """The sum of the ranks' y in the output layout."""
+    assert split.outputs is not None
+    whole = DTensor.from_local(y, split.mesh, [Partial()], run_check=False).redistribute(
+        placements=[split.outputs]
+    )
+    return whole.to_local() if split.local else whole
 
 
 def _replicated(bias: Any, split: Split, y: Tensor) -> Tensor:

@@ -23,8 +23,10 @@ from sparsek.distributed.parallel_linear import (
     is_last,
     is_split,
     split_layer,
+    summed,
 )
 from sparsek.nn.agreement import facts_of, ranks_agree
+from sparsek.nn.experts import packed_names
 from sparsek.nn.gated import GatedForward, gated_forward
 from sparsek.nn.sparse import SparseLinear
 from sparsek.products.formats.pattern import BlockPattern
@@ -151,6 +153,88 @@ class GatedSparse(ColwiseSparse):
         return module
 
 
+class ExpertsSparse(ColwiseSparse):
+    """Deal packed experts with sparse weights over a mesh: every rank computes what its experts make of all tokens.
+
+    The module is as transformers holds experts, with both weights sparse and without biases. Routers stay as they are:
+    `top_k_index` counts all experts. The ranks' sums are added up, by an all-reduce or, for Shard(0), a reduce-scatter
+    of tokens.
+
+    Args:
+        input_layouts: The layout of hidden states [T, D], indices and weights: Replicate by default, or Shard(0).
+        output_layouts: That of the result: Replicate by default, or Shard(0).
+        use_local_output: Whether the result is a plain tensor, and no DTensor.
+        split: "even", as many experts for each rank; "balanced" by their stored blocks; or the number of each rank.
+
+    Raises:
+        InvalidInput: On every rank, for another module, and as `ColwiseSparse`.
+    """
+
+    layouts = (Replicate(), Replicate())
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        experts: Any = module
+        counts: list[tuple[int, ...]] = []
+
+        def plan() -> list[tuple[Any, Split]]:
+            names = packed_names(experts)
+            if not names or experts.has_bias:
+                raise InvalidInput(
+                    f"ExpertsSparse takes packed experts without biases, got {type(experts).__name__}"
+                )
+            layers = [_splittable(experts._modules.get(name), f"ExpertsSparse, {name}") for name in names]
+            total = experts.num_experts
+            weights = sum(_stored(each, "rows", each.out_features // total) for each in layers)
+            counts.append(_shares(self.split, total, device_mesh.size(), weights))
+            sizes = [tuple(each * (x.out_features // total) for each in counts[0]) for x in layers]
+            return [
+                (x, Split(device_mesh, "rows", y, None, None, True))
+                for x, y in zip(layers, sizes, strict=True)
+            ]
+
+        _split_all(plan, device_mesh, self.src_data_rank, repr(self))
+        first = sum(counts[0][: device_mesh.get_local_rank()])
+        experts.all_experts, experts.num_experts = sum(counts[0]), counts[0][device_mesh.get_local_rank()]
+        split = Split(
+            device_mesh, "columns", (), self.input_layouts, self.output_layouts, self.use_local_output
+        )
+        experts.register_forward_pre_hook(_Tokens(split, first), with_kwargs=True)
+        experts.register_forward_hook(_Sum(split))
+        return experts
+
+
+class _Tokens:
+    """A hook before a forward of experts: all tokens, and the indices of the experts of this rank."""
+
+    def __init__(self, split: Split, first: int) -> None:
+        self.split, self.first = split, first
+
+    def __call__(self, experts: Any, given: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        names = ("hidden_states", "top_k_index", "top_k_weights")
+        x, index, weights = (*given, *(named[name] for name in names[len(given) :]))
+        x, index, weights = (everywhere(each, self.split) for each in (x, index, weights))
+        own = index - self.first
+        own = own.masked_fill((own < 0) | (own >= experts.num_experts), experts.num_experts)
+        return (x, own, weights), {}
+
+
+class _Sum:
+    """A hook after a forward of experts: the sum over ranks."""
+
+    def __init__(self, split: Split) -> None:
+        self.split = split
+
+    def __call__(self, experts: Any, given: Any, y: Any) -> Any:
+        layers = [experts._modules[name] for name in packed_names(experts)]
+        nothing = [given[0], given[2], *(each.weight_values() for each in layers)]
+        for (
+            each
+        ) in nothing:  # a rank without tokens has gradients of zeros, for the collectives of the others
+            if each is not None and each.requires_grad:
+                y = y + each.flatten()[:0].sum().to(y.dtype)
+        return summed(y, self.split)
+
+
 class _Entry:
     """A hook before a forward: x on every rank, whose gradients add up."""
 
@@ -252,6 +336,25 @@ def _sizes(split: Any, ranks: int, parts: Sequence[tuple[Any, Side]], step: int)
     return split
 
 
+def _shares(split: Any, total: int, ranks: int, weights: Any) -> tuple[int, ...]:
+    """How many experts each rank has."""
+    if total < ranks:
+        raise InvalidInput(f"{total} experts are fewer than {ranks} ranks; use a smaller mesh")
+    if split == "balanced":
+        return tuple(balanced(weights, ranks))
+    if split == "even":
+        if total % ranks:
+            raise InvalidInput(
+                f'{total} experts do not divide by {ranks} ranks; use split="balanced", or a mesh that divides them'
+            )
+        return (total // ranks,) * ranks
+    if len(split) != ranks or sum(split) != total:
+        raise InvalidInput(
+            f"split is {list(split)}; it must be {ranks} numbers that add up to {total} experts"
+        )
+    return split
+
+
 def _stored(layer: Any, side: Side, step: int) -> np.ndarray:
     """The stored elements in each step of features, int64."""
     units = -(-_features(layer, side) // step)
@@ -263,7 +366,7 @@ def _stored(layer: Any, side: Side, step: int) -> np.ndarray:
         if side == "rows"
         else np.bincount(pattern.host.indices, minlength=pattern.grid[1])
     ).astype(np.int64)
-    many = step // _step(layer, side)
+    many = max(1, step // _step(layer, side))
     padded = np.zeros(units * many, np.int64)
     padded[: len(counts)] = counts
     return padded.reshape(units, many).sum(1) * (layer._block[0] * layer._block[1])

@@ -244,7 +244,7 @@ class SparseExperts(Fitted):
             return None
         if type(own)._apply_gate is not getattr(moe, "_default_apply_gate", None):
             return None
-        half = layer.out_features // (2 * own.num_experts)
+        half = layer.out_features // (2 * getattr(own, "all_experts", own.num_experts))  # of all ranks
         if half % (STEP if layer._block is None else layer._block[0]) or not may_fuse(x, layer):
             return None
         return activation_of(own._modules.get("act_fn"))

@@ -208,6 +208,62 @@ def gated_mlps() -> None:
             check_gradients(each, split.get_submodule(name))
 
 
+class Experts(nn.Module):
+    """Packed experts as those of transformers."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.num_experts, self.has_gate, self.has_bias = count, True, False
+        self.is_transposed, self.is_concatenated, self.act_fn = False, True, nn.SiLU()
+        torch.manual_seed(8)
+        self.gate_up_proj = nn.Parameter(torch.randn(count, 128, 64, dtype=torch.float64) / 8)
+        self.down_proj = nn.Parameter(torch.randn(count, 64, 64, dtype=torch.float64) / 8)
+
+    def _apply_gate(self, x: Tensor) -> Tensor:
+        gate, up = x.chunk(2, -1)
+        return self.act_fn(gate) * up
+
+
+@case
+def experts_of_ranks() -> None:
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor.parallel import parallelize_module
+
+    mesh = meshes()[0]
+    for form, layout in itertools.product(("bsr", "semi24"), (Replicate(), Shard(0))):
+        whole = Experts(6)
+        options = {**OPTIONS[form], **({"scope": "global"} if "bsr" in form else {})}
+        made = {}
+        for name in ("gate_up_proj", "down_proj"):
+            weight = getattr(whole, name).detach().flatten(0, 1)
+            made[name] = sk.nn.SparseLinear.from_dense(weight, form, **options)
+        replace.swap(whole, made)
+        style = sk.distributed.ExpertsSparse(input_layouts=layout, output_layouts=layout, split="balanced")
+        split = parallelize_module(copy.deepcopy(whole), mesh, style)
+        cut = functools.partial(local, layout=layout, rank=mesh.get_local_rank(), sizes=(0,) * RANKS)
+        draw = torch.Generator().manual_seed(9)
+        x, g = (torch.randn(16, 64, dtype=torch.float64, generator=draw) for _ in range(2))
+        index = torch.rand(16, 5, generator=draw).argsort(1)[:, :2]  # the last rank's experts have no tokens
+        index[index == 4] = 0
+        weights = torch.rand(16, 2, dtype=torch.float64, generator=draw)
+        mine, of_mine = (cut(each).clone().requires_grad_() for each in (x, weights))
+        for each in (x, weights):
+            each.requires_grad_()
+        y = whole(x, index, weights)
+        y.backward(g)
+        found = split(mine, cut(index), of_mine)
+        near(found, cut(y))
+        found.backward(cut(g))
+        near(mine.grad, cut(x.grad))
+        near(of_mine.grad, cut(weights.grad))
+        for name in made:
+            check_gradients(whole.get_submodule(name), split.get_submodule(name))
+    even = sk.distributed.ExpertsSparse()
+    raises("takes a SparseLinear", lambda: even._apply(Experts(4), mesh))
+    raises("do not divide by 4", lambda: even._apply(whole, mesh))
+    raises("add up to 6", lambda: sk.distributed.ExpertsSparse(split=(3, 3))._apply(whole, mesh))
+
+
 @case
 def beside_torchs_styles_with_an_optimizer() -> None:
     """Losses of two steps, with clipped gradients, and sharded checkpoints of model and optimizer."""
