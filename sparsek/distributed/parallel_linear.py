@@ -407,7 +407,7 @@ def _spread_output(y: Tensor, split: Split) -> Tensor:
 
 def _wrapped(x: Tensor, split: Split, layout: Placement, sizes: Sequence[int]) -> Any:
     """A DTensor of a local part and of the sizes of the whole."""
-    stride = torch.empty(tuple(sizes), device="meta").stride()
+    stride = torch.empty(tuple(sizes), dtype=x.dtype, device="meta").stride()
     return DTensor.from_local(
         x, split.mesh, [layout], run_check=False, shape=torch.Size(sizes), stride=stride
     )

@@ -129,8 +129,20 @@ class GatedSparse(ColwiseSparse):
 
     layouts = (Replicate(), Replicate())
 
-    def __init__(self, *, split: Sizes = "balanced", **layouts: Any) -> None:
-        super().__init__(split=split, **layouts)
+    def __init__(
+        self,
+        *,
+        input_layouts: Placement | None = None,
+        output_layouts: Placement | None = None,
+        use_local_output: bool = True,
+        split: Sizes = "balanced",
+    ) -> None:
+        super().__init__(
+            input_layouts=input_layouts,
+            output_layouts=output_layouts,
+            use_local_output=use_local_output,
+            split=split,
+        )
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         def plan() -> list[tuple[Any, Split]]:

@@ -57,7 +57,7 @@ def meshes() -> tuple[Any, Any]:
     return init_device_mesh("cpu", (RANKS,), mesh_dim_names=("tp",)), two["tp"]
 
 
-def near(x: Tensor, y: Tensor, loose: bool = False) -> None:
+def near(x: Any, y: Any, loose: bool = False) -> None:
     torch.testing.assert_close(
         x, y, rtol=0.1 if loose else 1e-9, atol=0.1 if loose else 1e-9, check_dtype=False
     )
@@ -72,7 +72,7 @@ def raises(part: str, work: Callable[[], Any]) -> None:
         raise AssertionError(f"no InvalidInput with {part!r}")
 
 
-def local(x: Tensor, layout: Any, rank: int, sizes: Any) -> Tensor:
+def local(x: Any, layout: Any, rank: int, sizes: Any) -> Tensor:
     """The part of a rank of x, of which the features lie in parts of these sizes, or the tokens in equal ones."""
     if not hasattr(layout, "dim"):
         return x
@@ -97,7 +97,7 @@ def compare(style: Any, form: str, rows: int, columns: int, mesh: Any) -> None:
     own = copy.deepcopy(whole)
     if rank and not loose:  # those of the first rank are taken
         own.values.data.mul_(2)
-    split = parallelize_module(own, mesh, style)
+    split: Any = parallelize_module(own, mesh, style)
     assert type(split).__name__ == type(whole).__name__
     assert sum(split._split.sizes) == (rows if style.side == "rows" else columns)
     of_x, of_y = (columns // ranks,) * ranks, (rows // ranks,) * ranks
@@ -151,12 +151,12 @@ def every_layout() -> None:
 @case
 def uneven_splits() -> None:
     mesh = meshes()[0]
-    for name, *sizes in (("ColwiseSparse", 200, 128), ("RowwiseSparse", 128, 200)):
+    for name, rows, columns in (("ColwiseSparse", 200, 128), ("RowwiseSparse", 128, 200)):
         kind = getattr(sk.distributed, name)
         for inputs, outputs in zip(layouts() * 2, [*layouts(), *layouts()[::-1]], strict=True):
             style = kind(input_layouts=inputs, output_layouts=outputs, split="balanced")
-            compare(style, "bsr", *sizes, mesh)
-        compare(kind(split=(32, 96, 32, 40)), "bsr", *sizes, mesh)
+            compare(style, "bsr", rows, columns, mesh)
+        compare(kind(split=(32, 96, 32, 40)), "bsr", rows, columns, mesh)
     compare(sk.distributed.ColwiseSparse(split="balanced"), "bsr24", 320, 128, mesh)
     compare(sk.distributed.RowwiseSparse(split="balanced"), "semi24", 128, 320, mesh)
     style = sk.distributed.ColwiseSparse(split="balanced", use_local_output=False)
@@ -188,8 +188,8 @@ def gated_mlps() -> None:
         make = functools.partial(sk.nn.SparseLinear.from_dense, config=form, **options)
         replace.swap(whole, {name: make(each) for name, each in whole.named_children()})
         style = sk.distributed.GatedSparse(input_layouts=layout, output_layouts=layout)
-        split = parallelize_module(copy.deepcopy(whole), mesh, style)
-        cut = functools.partial(local, layout=layout, rank=mesh.get_local_rank(), sizes=(0,) * RANKS)
+        split: Any = parallelize_module(copy.deepcopy(whole), mesh, style)
+        cut: Any = functools.partial(local, layout=layout, rank=mesh.get_local_rank(), sizes=(0,) * RANKS)
         draw = torch.Generator().manual_seed(4)
         x, g = (torch.randn(2, 8, 128, dtype=torch.float64, generator=draw) for _ in range(2))
         x, g = (x.float(), g.float()) if loose else (x, g)
@@ -239,8 +239,8 @@ def experts_of_ranks() -> None:
             made[name] = sk.nn.SparseLinear.from_dense(weight, form, **options)
         replace.swap(whole, made)
         style = sk.distributed.ExpertsSparse(input_layouts=layout, output_layouts=layout, split="balanced")
-        split = parallelize_module(copy.deepcopy(whole), mesh, style)
-        cut = functools.partial(local, layout=layout, rank=mesh.get_local_rank(), sizes=(0,) * RANKS)
+        split: Any = parallelize_module(copy.deepcopy(whole), mesh, style)
+        cut: Any = functools.partial(local, layout=layout, rank=mesh.get_local_rank(), sizes=(0,) * RANKS)
         draw = torch.Generator().manual_seed(9)
         x, g = (torch.randn(16, 64, dtype=torch.float64, generator=draw) for _ in range(2))
         index = torch.rand(16, 5, generator=draw).argsort(1)[:, :2]  # the last rank's experts have no tokens
@@ -273,7 +273,7 @@ def beside_torchs_styles_with_an_optimizer() -> None:
 
     mesh = meshes()[0]
 
-    def model() -> nn.Module:
+    def model() -> Any:
         torch.manual_seed(5)
         return nn.Sequential(
             layer_of("bsr", 256, 64, activation="gelu"),
@@ -292,16 +292,16 @@ def beside_torchs_styles_with_an_optimizer() -> None:
     whole = model()
     plan["1"] = sk.distributed.RowwiseSparse(split=(64, 64, 64, 64))
     plan["0"] = sk.distributed.ColwiseSparse(split=(64, 64, 64, 64))
-    split = parallelize_module(model(), mesh, plan)
+    split: Any = parallelize_module(model(), mesh, plan)
     x = torch.randn(8, 64, dtype=torch.float64)
     optimizers = [torch.optim.AdamW(each.parameters(), 0.01) for each in (whole, split)]
-    norms = []
+    norms: list[Any] = []
     for _ in range(2):
         for each, optimizer in zip((whole, split), optimizers, strict=True):
             optimizer.zero_grad()
             loss = each(x).square().sum()
             loss.backward()
-            norm = nn.utils.clip_grad_norm_(each.parameters(), 0.1)
+            norm: Any = nn.utils.clip_grad_norm_(each.parameters(), 0.1)
             norms.append((loss.detach(), norm.full_tensor() if hasattr(norm, "full_tensor") else norm))
             optimizer.step()
         near(norms[-1][0], norms[-2][0])
@@ -312,7 +312,7 @@ def beside_torchs_styles_with_an_optimizer() -> None:
     dist.broadcast_object_list(folder)
     state, of_optimizer = get_state_dict(split, optimizers[1])
     dcp.save({"model": state, "optimizer": of_optimizer}, checkpoint_id=folder[0])
-    other = parallelize_module(model(), mesh, plan)
+    other: Any = parallelize_module(model(), mesh, plan)
     again = torch.optim.AdamW(other.parameters(), 0.01)
     state, of_optimizer = get_state_dict(other, again)
     dcp.load({"model": state, "optimizer": of_optimizer}, checkpoint_id=folder[0])
@@ -333,8 +333,8 @@ def fsdp2_of_split_layers() -> None:
     from torch.distributed.tensor.parallel import parallelize_module
 
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    whole = nn.Sequential(layer_of("bsr", 256, 64, activation="gelu"), layer_of("bsr", 64, 256, 1))
-    split = copy.deepcopy(whole)
+    whole: Any = nn.Sequential(layer_of("bsr", 256, 64, activation="gelu"), layer_of("bsr", 64, 256, 1))
+    split: Any = copy.deepcopy(whole)
     parallelize_module(
         split, mesh["tp"], {"0": sk.distributed.ColwiseSparse(), "1": sk.distributed.RowwiseSparse()}
     )
@@ -358,8 +358,8 @@ def patterns_change_under_fsdp2() -> None:
     from torch.distributed.fsdp import fully_shard
 
     rank = dist.get_rank()
-    whole = nn.Sequential(layer_of("bsr", 256, 64, activation="gelu"), layer_of("bsr", 60, 256, 1))
-    split = copy.deepcopy(whole)
+    whole: Any = nn.Sequential(layer_of("bsr", 256, 64, activation="gelu"), layer_of("bsr", 60, 256, 1))
+    split: Any = copy.deepcopy(whole)
     for each in (*split, split):
         fully_shard(each, mesh=init_device_mesh("cpu", (RANKS,)))
     torch.manual_seed(7)
