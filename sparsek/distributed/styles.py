@@ -15,21 +15,21 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from sparsek.core import arguments
 from sparsek.core.errors import InvalidInput
-from sparsek.distributed.parallel_linear import (
+from sparsek.nn.agreement import facts_of, ranks_agree
+from sparsek.nn.experts import packed_names
+from sparsek.nn.gated import GatedForward, gated_forward
+from sparsek.nn.parallel_linear import (
     ParallelLinear,
     Side,
     Split,
+    check_given,
     everywhere,
     is_last,
     is_split,
     split_layer,
     summed,
 )
-from sparsek.nn.agreement import facts_of, ranks_agree
-from sparsek.nn.experts import packed_names
-from sparsek.nn.gated import GatedForward, gated_forward
 from sparsek.nn.sparse import SparseLinear
-from sparsek.products.formats.pattern import BlockPattern
 
 Sizes: TypeAlias = 'Literal["even", "balanced"] | Sequence[int]'
 STEP = {"rows": 16, "columns": 64}  # of a 2:4 matrix, whose parts have 16 whole bytes of values and metadata
@@ -160,8 +160,8 @@ class GatedSparse(ColwiseSparse):
             return [(gate, middle), (up, middle), (down, last)]
 
         _split_all(plan, device_mesh, self.src_data_rank, repr(self))
-        entry = Split(device_mesh, "rows", (), self.input_layouts, None, True)
-        module.register_forward_pre_hook(_Entry(entry))
+        entry = Split(device_mesh, "rows", (), self.input_layouts, self.output_layouts, True)
+        module.register_forward_pre_hook(_Entry(entry, _gated_form(module).gate), with_kwargs=True)
         return module
 
 
@@ -190,6 +190,9 @@ class ExpertsSparse(ColwiseSparse):
 
         def plan() -> list[tuple[Any, Split]]:
             names = packed_names(experts)
+            for each in (self.input_layouts, self.output_layouts):
+                if each not in (Replicate(), Shard(0)):
+                    raise InvalidInput(f"ExpertsSparse takes layouts Replicate() and Shard(0), got {each}")
             if not names or experts.has_bias:
                 raise InvalidInput(
                     f"ExpertsSparse takes packed experts without biases, got {type(experts).__name__}"
@@ -219,11 +222,13 @@ class _Tokens:
     """A hook before a forward of experts: all tokens, and the indices of the experts of this rank."""
 
     def __init__(self, split: Split, first: int) -> None:
-        self.split, self.first = split, first
+        self.split, self.first, self.calls = split, first, set()
 
     def __call__(self, experts: Any, given: tuple[Any, ...], named: dict[str, Any]) -> Any:
         names = ("hidden_states", "top_k_index", "top_k_weights")
         x, index, weights = (*given, *(named[name] for name in names[len(given) :]))
+        beside = ((*each.shape, each.dtype, each.requires_grad) for each in (index, weights))
+        check_given(self.calls, experts._modules[packed_names(experts)[0]], self.split, x, *beside)
         x, index, weights = (everywhere(each, self.split) for each in (x, index, weights))
         own = index - self.first
         own = own.masked_fill((own < 0) | (own >= experts.num_experts), experts.num_experts)
@@ -238,10 +243,8 @@ class _Sum:
 
     def __call__(self, experts: Any, given: Any, y: Any) -> Any:
         layers = [experts._modules[name] for name in packed_names(experts)]
-        nothing = [given[0], given[2], *(each.weight_values() for each in layers)]
-        for (
-            each
-        ) in nothing:  # a rank without tokens has gradients of zeros, for the collectives of the others
+        # A rank without tokens has gradients of zeros, for the collectives of the others.
+        for each in (given[0], given[2], *(each.weight_values() for each in layers)):
             if each is not None and each.requires_grad:
                 y = y + each.flatten()[:0].sum().to(y.dtype)
         return summed(y, self.split)
@@ -250,11 +253,15 @@ class _Sum:
 class _Entry:
     """A hook before a forward: x on every rank, whose gradients add up."""
 
-    def __init__(self, split: Split) -> None:
-        self.split = split
+    def __init__(self, split: Split, first: str) -> None:
+        self.split, self.first, self.calls = split, first, set()
 
-    def __call__(self, module: Any, given: tuple[Any, ...]) -> tuple[Any, ...]:
-        return (everywhere(given[0], self.split), *given[1:])
+    def __call__(self, module: Any, given: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        if len(given) + len(named) != 1:
+            raise InvalidInput(f"{type(module).__name__}, which GatedSparse has split, takes x only")
+        (x,) = (*given, *named.values())
+        check_given(self.calls, module._modules[self.first], self.split, x)
+        return (everywhere(x, self.split),), {}
 
 
 def _gated_form(module: Any) -> GatedForward:
@@ -372,7 +379,7 @@ def _stored(layer: Any, side: Side, step: int) -> np.ndarray:
     units = -(-_features(layer, side) // step)
     if layer._block is None:
         return np.full(units, step * _features(layer, "columns" if side == "rows" else "rows") // 2)
-    pattern: BlockPattern = layer.pattern
+    pattern = layer.pattern
     counts = (
         np.diff(pattern.host.indptr)
         if side == "rows"

@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+from zlib import crc32
 
 import torch
 import torch.distributed as dist
@@ -14,6 +15,12 @@ from torch import nn
 from sparsek.core import arguments
 from sparsek.core.errors import InvalidInput
 from sparsek.nn.sparse import SparseLinear
+
+ALIKE = "load the same state dict on every rank, or give all the same pattern"
+UNLIKE = (
+    "give every rank as many tokens, and gradients on all or none; parts of unlike sizes must be DTensors, as of "
+    "torch.distributed.tensor.distribute_tensor"
+)
 
 
 def check_patterns(model: nn.Module, group: Any = None) -> None:
@@ -40,8 +47,39 @@ def check_patterns(model: nn.Module, group: Any = None) -> None:
         told.update({name or "the model": facts_of(each, elements=True) for name, each in layers.items()})
 
 
+def check_calls(calls: set[Any], mesh: Any, what: str, facts: tuple[Any, ...], why: str) -> None:
+    """InvalidInput where the ranks of a mesh call a module unlike, whose collectives would wait for each other.
+
+    On CPUs all calls are compared, by an exchange of a checksum, and every rank raises. On GPUs, where that waits for
+    the device, those whose facts are new in this process: the first call, and those of other sizes.
+
+    Args:
+        calls: The facts of former calls of the module.
+        mesh: A DeviceMesh of one dimension.
+        what: The module.
+        facts: What must be equal.
+        why: What is wrong on this rank, or "".
+    """
+    facts = (*facts, "gradients" if torch.is_grad_enabled() else "no gradients")
+    ranks, group = mesh.size(), mesh.get_group()
+    if ranks == 1 or (mesh.device_type != "cpu" and (facts in calls or (why and calls))):
+        if why:
+            raise InvalidInput(why)
+        return
+    words = ", ".join(map(str, facts))
+    own = torch.tensor([crc32((why or words).encode())], dtype=torch.int64, device=mesh.device_type)
+    found = [torch.empty_like(own) for _ in range(ranks)]
+    dist.all_gather(found, own, group)
+    if why or bool((torch.cat(found) != own).any()):
+        with ranks_agree(what, group, UNLIKE) as told:
+            if why:
+                raise InvalidInput(why)
+            told["x"] = words, words
+    calls.add(facts)
+
+
 @contextmanager
-def ranks_agree(what: str, group: Any) -> Iterator[dict[str, tuple[str, str]]]:
+def ranks_agree(what: str, group: Any, cure: str = ALIKE) -> Iterator[dict[str, tuple[str, str]]]:
     """InvalidInput on every rank of a group where one raises it in this context, or notes other facts than the first.
 
     The context notes by name what must be equal: a checksum, and in words. One collective, at its end.
@@ -49,6 +87,7 @@ def ranks_agree(what: str, group: Any) -> Iterator[dict[str, tuple[str, str]]]:
     Args:
         what: The call, which all ranks make.
         group: A process group; None for all processes.
+        cure: What to do where facts differ.
     """
     told: dict[str, tuple[str, str]] = {}
     fault: Exception | None = None
@@ -80,8 +119,7 @@ def ranks_agree(what: str, group: Any) -> Iterator[dict[str, tuple[str, str]]]:
         more = f" and {len(names) - 1} more layers" if len(names) > 1 else ""
         raise InvalidInput(
             f"{what}: {names[0]!r}{more} differ between ranks: rank {ranks[0]} has {here}, rank {rank} {there}"
-            f"{', of another pattern' if here == there else ''}; load the same state dict on every rank, or give all "
-            "the same pattern"
+            f"{', of another pattern' if here == there else ''}; {cure}"
         )
 
 

@@ -39,6 +39,10 @@ Optimizers: TypeAlias = Optimizer | Sequence[Optimizer] | None
 # Of the whole weight, by layer, since `dense_gradients`.
 _GRADIENTS: weakref.WeakKeyDictionary[Any, Tensor] = weakref.WeakKeyDictionary()
 _RECORDING: weakref.WeakSet[Any] = weakref.WeakSet()
+SPLIT = (
+    "this layer is split over a mesh, and a rank has a part of its weight; take layer.gathered(), the layer of one "
+    "process, and apply the style to it again afterwards"
+)
 
 
 class Regrown(nn.Module):
@@ -65,8 +69,8 @@ class Regrown(nn.Module):
 
         Raises:
             InvalidInput: For a pattern that does not fit, for state that has not one part for each block (LBFGS, states
-                in 8 bits), for optimizers without `values`, for another number of blocks under FSDP2, and on the meta
-            device.
+                in 8 bits), for optimizers without `values`, for another number of blocks under FSDP2, for a layer that
+                is split over a mesh, and on the meta device.
 
         Examples:
             >>> layer = sk.nn.BlockSparseLinear.random(64, 128, 16, 0.25)
@@ -175,6 +179,7 @@ def dense_gradients(model: nn.Module) -> Iterator[None]:
             f"{type(model).__name__} has no BlockSparseLinear whose gradients could be recorded"
         )
     for layer in layers:
+        _refuse_split(layer)
         _GRADIENTS.pop(layer, None)
     layers = [x for x in layers if x not in _RECORDING]
     _RECORDING.update(layers)
@@ -310,6 +315,7 @@ def _mask(pattern: BlockPattern) -> Tensor:
 def ready(layer: Any) -> tuple[nn.Parameter, BlockPattern]:
     """The values and the pattern of a layer, if it can take another pattern."""
     values = layer._parameters.get("values")
+    _refuse_split(layer)
     if values is None:
         raise InvalidInput(
             "values of this BlockSparseLinear are not its Parameter, as under torch.nn.utils.prune; make them plain "
@@ -345,6 +351,12 @@ def ready(layer: Any) -> tuple[nn.Parameter, BlockPattern]:
             "layer its own values"
         )
     return values, pattern
+
+
+def _refuse_split(layer: Any) -> None:
+    """InvalidInput for a layer that is split over a mesh."""
+    if hasattr(layer, "_split"):
+        raise InvalidInput(SPLIT)
 
 
 def is_sharded(x: Any) -> bool:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
+import importlib
 import itertools
 import multiprocessing
+import os
+import signal
 import socket
 import tempfile
 import traceback
@@ -21,6 +25,7 @@ from torch.nn import functional
 import sparsek as sk
 from sparsek.core.errors import InvalidInput
 from sparsek.nn import gated, replace
+from tests.sampling import sampled
 
 RANKS = 4
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -37,6 +42,16 @@ CASES: dict[str, Callable[[], None]] = {}
 def case(work: Callable[[], None]) -> Callable[[], None]:
     CASES[work.__name__] = work
     return work
+
+
+def own_half() -> int:
+    """Which two ranks this process is one of."""
+    return dist.get_rank() // 2
+
+
+def of_half(half: int) -> Callable[[Callable[[], None]], Callable[[], None]]:
+    """A case of two ranks, while those of the other half run another."""
+    return lambda work: case(functools.wraps(work)(lambda: work() if own_half() == half else None))
 
 
 def layer_of(form: str, rows: int, columns: int, seed: int = 0, **options: Any) -> Any:
@@ -134,29 +149,30 @@ STYLES = (("ColwiseSparse", 256, 128), ("RowwiseSparse", 128, 256))
 
 @case
 def every_storage() -> None:
-    for (name, rows, columns), form in itertools.product(STYLES, OPTIONS):
-        compare(getattr(sk.distributed, name)(), form, rows, columns, meshes()["semi24" in form])
+    cases = sampled(itertools.product(STYLES, OPTIONS), 4, of="storages")
+    for (name, rows, columns), form in cases[own_half() :: 2]:
+        compare(getattr(sk.distributed, name)(), form, rows, columns, meshes()[1])
 
 
 @case
 def every_layout() -> None:
-    for (name, rows, columns), inputs, outputs in itertools.product(STYLES, layouts(), layouts()):
-        for plain in (True, False)[: 1 + (inputs == outputs)]:
-            style = getattr(sk.distributed, name)(
-                input_layouts=inputs, output_layouts=outputs, use_local_output=plain
-            )
-            compare(style, "bsr", rows, columns, meshes()[0])
+    cases = sampled(itertools.product(STYLES, layouts(), layouts(), (True, False)), 6, of="layouts")
+    for (name, rows, columns), inputs, outputs, plain in cases[own_half() :: 2]:
+        style = getattr(sk.distributed, name)(
+            input_layouts=inputs, output_layouts=outputs, use_local_output=plain
+        )
+        compare(style, "bsr", rows, columns, meshes()[1])
 
 
 @case
 def uneven_splits() -> None:
     mesh = meshes()[0]
-    for name, rows, columns in (("ColwiseSparse", 200, 128), ("RowwiseSparse", 128, 200)):
-        kind = getattr(sk.distributed, name)
-        for inputs, outputs in zip(layouts() * 2, [*layouts(), *layouts()[::-1]], strict=True):
-            style = kind(input_layouts=inputs, output_layouts=outputs, split="balanced")
-            compare(style, "bsr", rows, columns, mesh)
-        compare(kind(split=(32, 96, 32, 40)), "bsr", rows, columns, mesh)
+    sizes = (("ColwiseSparse", 200, 128), ("RowwiseSparse", 128, 200))
+    splits = ("balanced", (32, 96, 32, 40))
+    cases = itertools.product(sizes, layouts(), layouts(), splits)
+    for (name, rows, columns), inputs, outputs, split in sampled(cases, 3, of="uneven splits"):
+        style = getattr(sk.distributed, name)(input_layouts=inputs, output_layouts=outputs, split=split)
+        compare(style, "bsr", rows, columns, mesh)
     compare(sk.distributed.ColwiseSparse(split="balanced"), "bsr24", 320, 128, mesh)
     compare(sk.distributed.RowwiseSparse(split="balanced"), "semi24", 128, 320, mesh)
     style = sk.distributed.ColwiseSparse(split="balanced", use_local_output=False)
@@ -180,16 +196,17 @@ def gated_mlps() -> None:
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor.parallel import parallelize_module
 
-    mesh = meshes()[0]
+    mesh = meshes()[1]
     either = (False, Replicate()), (True, Shard(1))
-    for form, (bias, layout) in itertools.product(("bsr", "semi24", "bsr_fp8", "bsr24"), either):
+    bias, layout = either[own_half()]
+    for form in sampled(("bsr", "bsr_fp8", "semi24", "bsr24"), 2, of="gated MLPs"):
         whole, loose = MLP(form, bias), "fp8" in form
         options = {**OPTIONS[form], **({"scope": "global"} if "bsr" in form else {})}
         make = functools.partial(sk.nn.SparseLinear.from_dense, config=form, **options)
         replace.swap(whole, {name: make(each) for name, each in whole.named_children()})
         style = sk.distributed.GatedSparse(input_layouts=layout, output_layouts=layout)
         split: Any = parallelize_module(copy.deepcopy(whole), mesh, style)
-        cut: Any = functools.partial(local, layout=layout, rank=mesh.get_local_rank(), sizes=(0,) * RANKS)
+        cut: Any = functools.partial(local, layout=layout, rank=mesh.get_local_rank(), sizes=(0, 0))
         draw = torch.Generator().manual_seed(4)
         x, g = (torch.randn(2, 8, 128, dtype=torch.float64, generator=draw) for _ in range(2))
         x, g = (x.float(), g.float()) if loose else (x, g)
@@ -230,7 +247,8 @@ def experts_of_ranks() -> None:
     from torch.distributed.tensor.parallel import parallelize_module
 
     mesh = meshes()[0]
-    for form, layout in itertools.product(("bsr", "semi24"), (Replicate(), Shard(0))):
+    cases = itertools.product(("bsr", "semi24"), (Shard(0), Replicate()))
+    for form, layout in sampled(cases, 1, of="experts"):
         whole = Experts(6)
         options = {**OPTIONS[form], **({"scope": "global"} if "bsr" in form else {})}
         made = {}
@@ -264,14 +282,14 @@ def experts_of_ranks() -> None:
     raises("add up to 6", lambda: sk.distributed.ExpertsSparse(split=(3, 3))._apply(whole, mesh))
 
 
-@case
+@of_half(0)
 def beside_torchs_styles_with_an_optimizer() -> None:
     """Losses of two steps, with clipped gradients, and sharded checkpoints of model and optimizer."""
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-    mesh = meshes()[0]
+    mesh = meshes()[1]
 
     def model() -> Any:
         torch.manual_seed(5)
@@ -284,14 +302,12 @@ def beside_torchs_styles_with_an_optimizer() -> None:
         )
 
     plan = {
-        "0": sk.distributed.ColwiseSparse(split="balanced"),
-        "1": sk.distributed.RowwiseSparse(),
+        "0": sk.distributed.ColwiseSparse(split=(96, 160)),
+        "1": sk.distributed.RowwiseSparse(split=(96, 160)),
         "2": ColwiseParallel(),
         "4": RowwiseParallel(),
     }
     whole = model()
-    plan["1"] = sk.distributed.RowwiseSparse(split=(64, 64, 64, 64))
-    plan["0"] = sk.distributed.ColwiseSparse(split=(64, 64, 64, 64))
     split: Any = parallelize_module(model(), mesh, plan)
     x = torch.randn(8, 64, dtype=torch.float64)
     optimizers = [torch.optim.AdamW(each.parameters(), 0.01) for each in (whole, split)]
@@ -309,13 +325,17 @@ def beside_torchs_styles_with_an_optimizer() -> None:
     for at in (0, 1):
         near(split[at].gathered().values, whole[at].values)
     folder = [tempfile.mkdtemp()]
-    dist.broadcast_object_list(folder)
+    dist.broadcast_object_list(folder, group=mesh.get_group(), group_src=0)
     state, of_optimizer = get_state_dict(split, optimizers[1])
-    dcp.save({"model": state, "optimizer": of_optimizer}, checkpoint_id=folder[0])
+    dcp.save(
+        {"model": state, "optimizer": of_optimizer}, checkpoint_id=folder[0], process_group=mesh.get_group()
+    )
     other: Any = parallelize_module(model(), mesh, plan)
     again = torch.optim.AdamW(other.parameters(), 0.01)
     state, of_optimizer = get_state_dict(other, again)
-    dcp.load({"model": state, "optimizer": of_optimizer}, checkpoint_id=folder[0])
+    dcp.load(
+        {"model": state, "optimizer": of_optimizer}, checkpoint_id=folder[0], process_group=mesh.get_group()
+    )
     set_state_dict(other, again, model_state_dict=state, optim_state_dict=of_optimizer)
     for each, optimizer in ((split, optimizers[1]), (other, again)):
         optimizer.zero_grad()
@@ -342,7 +362,7 @@ def fsdp2_of_split_layers() -> None:
     torch.manual_seed(6)
     x = torch.randn(8, 64, dtype=torch.float64)
     optimizers = [torch.optim.AdamW(each.parameters(), 0.01) for each in (whole, split)]
-    for _ in range(3):
+    for _ in range(2):
         near(split(x), whole(x))
         whole(x).square().mean().backward()
         split(x.chunk(2)[mesh["dp"].get_local_rank()]).square().mean().backward()
@@ -375,34 +395,30 @@ def patterns_change_under_fsdp2() -> None:
             each.zero_grad()
 
     step()
-    for seed in range(2):
-        draw = torch.Generator().manual_seed(seed)
-        for own, other in zip(whole, split, strict=True):
-            cells = torch.randperm(own.pattern.grid[0] * own.pattern.grid[1], generator=draw)
-            mask = (cells < own.pattern.nnzb).view(own.pattern.grid)
-            own.set_pattern(mask)
-            other.set_pattern(mask)
-            near(other.values.full_tensor(), own.values)
-        step()
-        step()
+    for own, other in zip(whole, split, strict=True):
+        cells = torch.randperm(own.pattern.grid[0] * own.pattern.grid[1])
+        mask = (cells < own.pattern.nnzb).view(own.pattern.grid)
+        own.set_pattern(mask)
+        other.set_pattern(mask)
+        near(other.values.full_tensor(), own.values)
+    step()
     layer, mask = split[0], whole[0].pattern.indptr.new_zeros(whole[0].pattern.grid, dtype=torch.bool)
     mask.view(-1)[rank // 2 : rank // 2 + whole[0].pattern.nnzb] = True
     raises("differ between ranks: rank 0 has 16 blocks", lambda: layer.set_pattern(mask))
     raises("on rank 3: pattern has shape", lambda: layer.set_pattern(mask if rank < 3 else mask[:1]))
     raises("room for the 16 blocks", lambda: layer.set_pattern(torch.ones_like(mask)))
     schedules = [sk.nn.PatternSchedule(x, end=9, every=1, swapped=0.5) for x in (whole, split)]
-    for _ in range(2):
-        with schedules[0].gradients(), schedules[1].gradients():
-            near(split(x), whole(x))
-            whole(x).square().mean().backward()
-            split(x.chunk(RANKS)[rank]).square().mean().backward()
-        for schedule, optimizer in zip(schedules, optimizers, strict=True):
-            assert schedule.step(optimizer)
-            optimizer.step()
-            optimizer.zero_grad()
-        for own, other in zip(whole, split, strict=True):
-            assert own.pattern.same_as(other.pattern)
-            near(other.values.full_tensor(), own.values)
+    with schedules[0].gradients(), schedules[1].gradients():
+        near(split(x), whole(x))
+        whole(x).square().mean().backward()
+        split(x.chunk(RANKS)[rank]).square().mean().backward()
+    for schedule, optimizer in zip(schedules, optimizers, strict=True):
+        assert schedule.step(optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+    for own, other in zip(whole, split, strict=True):
+        assert own.pattern.same_as(other.pattern)
+        near(other.values.full_tensor(), own.values)
     step()
     sk.distributed.check_patterns(split)
     split[0].unshard()
@@ -440,14 +456,140 @@ def what_cannot_be_split() -> None:
     raises("split over a mesh already", lambda: style._apply(split, mesh))
     x = torch.randn(4, 64, dtype=torch.float64)
     raises("x is a DTensor of", lambda: split(DTensor.from_local(x, two, [Replicate()], run_check=False)))
-    raises("features", lambda: split(x[:, :32]))
-    for name in ("to_dense", "set_pattern", "prune_"):
-        raises("gathered", lambda name=name: getattr(split, name)(0))
+    raises("takes 64 features", lambda: split(x[:, :32]))
     three = DeviceMesh("cpu", [0, 1, 2])
     if rank == 3:
         raises("is not in", lambda: style._apply(layer_of("bsr", 96, 64), three))
     else:
         style._apply(layer_of("bsr", 96, 64), three)
+
+
+@case
+def calls_that_differ_between_ranks_are_refused_on_all() -> None:
+    """Else a rank would wait in a collective for others that never call it."""
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    mesh, rank = meshes()[0], dist.get_rank()
+    torch.manual_seed(10)
+    x = torch.randn(2, 5, 128, dtype=torch.float64)
+    whole = layer_of("bsr", 64, 128)
+    for name in ("ColwiseSparse", "RowwiseSparse"):
+        style = getattr(sk.distributed, name)(input_layouts=Shard(1), output_layouts=Shard(1))
+        split: Any = style._apply(copy.deepcopy(whole), mesh)
+        split(x[:, :2])
+        raises("'x' differ between ranks", functools.partial(split, x[:, : 1 + rank // 3]))
+        raises("on rank 2: x is", functools.partial(split, x[:, :2, : 128 - 32 * (rank == 2)]))
+        raises("on rank 1: x must be", functools.partial(split, x[:, :2] if rank != 1 else None))
+        raises("learns", functools.partial(split, x[:, :2].clone().requires_grad_(rank == 3)))
+        with torch.set_grad_enabled(rank != 0):
+            raises("no gradients", functools.partial(split, x[:, :2]))
+        shards = distribute_tensor(x, mesh, [Shard(1)]).requires_grad_()  # of 2, 2, 1 and 0 tokens
+        y = split(shards)
+        near(y, whole(x).tensor_split((2, 4, 5), 1)[rank])
+        y.sum().backward()
+        learned = x.clone().requires_grad_()
+        whole(learned).sum().backward()
+        near(shards.grad.full_tensor(), learned.grad)  # type: ignore[union-attr]
+    mlp = MLP("bsr", False)
+    make = functools.partial(sk.nn.SparseLinear.from_dense, config="bsr", block=32, keep=0.5)
+    replace.swap(mlp, {name: make(each) for name, each in mlp.named_children()})
+    split = sk.distributed.GatedSparse()._apply(mlp, mesh)
+    wide = torch.randn(4, 128, dtype=torch.float64)
+    near(split(x=wide), split(wide))
+    raises("'x' differ between ranks", lambda: split(wide[: 1 + rank // 2]))
+    raises("takes x only", lambda: split(wide, wide))
+
+
+@case
+def state_dicts_of_other_splits_are_refused() -> None:
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+
+    mesh, two = meshes()
+    whole = nn.Sequential(layer_of("bsr", 128, 64), layer_of("semi24", 64, 256))
+    values, styles = whole.state_dict(), (sk.distributed.ColwiseSparse, sk.distributed.RowwiseSparse)
+
+    def split(of: Any, first: Any = "even", second: Any = "even") -> Any:
+        made = copy.deepcopy(whole)
+        for style, part, layer in zip(styles, (first, second), made, strict=True):
+            style(split=part)._apply(layer, of)
+            for each in layer.parameters():
+                each.data.zero_()
+        return made
+
+    folder = [tempfile.mkdtemp()]
+    dist.broadcast_object_list(folder)
+    own = split(mesh)
+    own.load_state_dict(values)
+    dcp.save(get_model_state_dict(own), checkpoint_id=folder[0])
+    again = split(mesh)
+    state = get_model_state_dict(again)
+    dcp.load(state, checkpoint_id=folder[0])
+    set_model_state_dict(again, state)
+    torch.manual_seed(11)
+    x = torch.randn(3, 64, dtype=torch.float64)
+    near(again[0](x), own[0](x))
+    complete = {
+        name: each.full_tensor() if hasattr(each, "full_tensor") else each
+        for name, each in own.state_dict().items()
+    }
+    again = split(mesh)
+    again.load_state_dict(complete)
+    near(again[0].gathered().to_dense(), whole[0].to_dense())
+    near(again[1].gathered().to_dense(), whole[1].to_dense())
+    others = split(mesh, (16, 48, 32, 32)), split(two)
+    for other in others:
+        for given in (own.state_dict(), complete):
+            try:
+                other.load_state_dict(given)
+            except RuntimeError as error:
+                assert "parts" in str(error), error
+            else:
+                raise AssertionError("loaded")
+    for other in (*others, copy.deepcopy(whole)):  # whose tensors have other shapes
+        state = other.state_dict()
+        try:
+            dcp.load(state, checkpoint_id=folder[0])
+            other[0](x)
+        except (InvalidInput, dcp.api.CheckpointException) as error:
+            assert "parts" in str(error) or "ize" in str(error), error
+        else:
+            raise AssertionError("loaded")
+
+
+@case
+def layers_on_meta_are_split_and_loaded() -> None:
+    mesh = meshes()[1]
+    for form in (("semi24", "bsr"), ("semi24_fp8", "bsr24"))[own_half()]:
+        whole = layer_of(form, 128, 128)
+        x = torch.randn(3, 128, dtype=torch.float32 if "fp8" in form else torch.float64)
+        for assign in (False, True):
+            own = copy.deepcopy(whole).to("meta")
+            split: Any = sk.distributed.ColwiseSparse(output_layouts=layouts()[0])._apply(own, mesh)
+            split = split if assign else split.to_empty(device="cpu")
+            split.load_state_dict(whole.state_dict(), assign=assign)
+            near(split(x), whole(x))
+    placeholder = sk.nn.SparseLinear.from_dense(nn.Linear(64, 64, device="meta"), "bsr", block=16, keep=0.5)
+    other = sk.nn.SparseLinear.from_dense(nn.Linear(64, 64), "bsr", block=16, keep=0.5, scope="global")
+    split = sk.distributed.ColwiseSparse()._apply(placeholder, mesh)
+    with pytest.raises(RuntimeError, match="before it is split"):
+        split.load_state_dict(other.state_dict(), assign=True)
+
+
+@case
+def patterns_of_split_layers_stay() -> None:
+    for style in (sk.distributed.ColwiseSparse(), sk.distributed.RowwiseSparse()):
+        layer: Any = style._apply(layer_of("bsr", 128, 128), meshes()[0])
+        schedule = sk.nn.PatternSchedule(layer, end=4, every=1, swapped=0.5, by="random")
+        for work in (
+            lambda layer=layer: layer.set_pattern(torch.ones(8, 4, dtype=torch.bool)),
+            lambda layer=layer: layer.prune_(0.1),
+            lambda layer=layer: layer.grow_(1, by="random"),
+            schedule.step,
+            lambda layer=layer: sk.nn.dense_gradients(layer).__enter__(),
+            lambda layer=layer: layer.to_dense(),
+        ):
+            raises("gathered", work)
 
 
 @case
@@ -467,8 +609,8 @@ def patterns_of_ranks_agree() -> None:
 
 
 def work(rank: int, port: int, results: Any) -> None:
-    torch.set_num_threads(1)
     dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=RANKS)
+    meshes()  # which all ranks make together
     for name, each in CASES.items():
         try:
             each()
@@ -480,31 +622,47 @@ def work(rank: int, port: int, results: Any) -> None:
     results.join_thread()
 
 
+def lead(port: int, results: Any) -> None:
+    """Import what the ranks need, once, and be the first of them."""
+    os.setpgrp()
+    torch.set_num_threads(1)
+    for name in ("checkpoint.state_dict", "checkpoint._fsspec_filesystem", "fsdp", "tensor.parallel"):
+        importlib.import_module(f"torch.distributed.{name}")
+    importlib.import_module("torch._dynamo")
+    for form in ("bsr", "semi24", "bsr24_fp8"):
+        layer_of(form, 64, 64)(torch.zeros(1, 64, dtype=torch.float32 if "fp8" in form else torch.float64))
+    fork = multiprocessing.get_context("fork")
+    ranks = [fork.Process(target=work, args=(rank, port, results)) for rank in range(1, RANKS)]
+    for each in ranks:
+        each.start()
+    work(0, port, results)
+    for each in ranks:
+        each.join()
+
+
 @pytest.fixture(scope="module")
 def outcomes() -> dict[str, list[str]]:
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(
-        ["sparsek.distributed.styles", "torch.distributed.checkpoint", "torch.distributed.fsdp"]
-    )
+    context = multiprocessing.get_context("spawn")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     results = context.Queue()
-    processes = [
-        context.Process(target=work, args=(rank, port, results), daemon=True) for rank in range(RANKS)
-    ]
-    for each in processes:
-        each.start()
+    leader = context.Process(target=lead, args=(port, results))
+    leader.start()
     found: dict[str, list[str]] = {name: [] for name in CASES}
     try:
         for _ in range(RANKS * len(CASES)):
-            name, rank, error = results.get(timeout=100)
+            name, rank, error = results.get(timeout=60)
             found[name].append(error and f"rank {rank}: {error}")
             if error:
                 break
+        else:
+            leader.join(10)
     finally:
-        for each in processes:
-            each.kill()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(leader.pid or 0, signal.SIGKILL)
+        leader.kill()
+        leader.join()
     return found
 
 

@@ -2,8 +2,10 @@
 
 A split layer keeps its names, its sizes and its pattern, which are of the whole weight on every rank. Its values, FP8
 codes, metadata and biases become DTensors, whose shard is what the rank multiplies: the block rows or the block columns
-of the rank. Shards of unlike numbers of blocks are padded to the largest with zeros, which no product reads, because a
-DTensor has shards of one size.
+of the rank. Shards of unlike sizes are padded to the largest with zeros, which no product reads, because a DTensor has
+shards of one size. Shards of blocks [n, bm, bk] lie beside each other, [n, ranks * bm, bk]: such a tensor has the shape
+of no layer of one process, and no loader takes one for the other. The buffer `parts` has the sizes [ranks, 2] of the
+ranks' parts, for those who load a state dict.
 """
 
 from __future__ import annotations
@@ -21,8 +23,10 @@ from torch.nn import functional
 
 from sparsek.core import arguments
 from sparsek.core.errors import InvalidInput
+from sparsek.nn.agreement import check_calls
 from sparsek.nn.gated import Fitted, fitted_class
 from sparsek.nn.indices import unguarded
+from sparsek.nn.regrow import SPLIT
 from sparsek.nn.sparse import SparseLinear
 from sparsek.products.formats.algebra import cut_rows
 from sparsek.products.formats.pattern import BlockPattern, HostPattern
@@ -64,6 +68,11 @@ class Split(NamedTuple):
         """Whether the shards are those of torch's `Shard`."""
         return len(set(self.sizes)) == 1
 
+    def parts(self, layer: Any) -> list[list[int]]:
+        """The sizes of the parts of all ranks."""
+        rows = self.side == "rows"
+        return [[each, layer.in_features] if rows else [layer.out_features, each] for each in self.sizes]
+
     def bounds(self, rank: int) -> tuple[int, int]:
         """The first feature of a rank, and the one after its last."""
         start = sum(self.sizes[:rank])
@@ -80,6 +89,7 @@ class ParallelLinear(Fitted):
         """The rows or columns of the weight that this rank multiplies, differentiable."""
         own: Any = self
         split, pattern = own._split, own.pattern
+        self._derived("parts", own.parts, lambda: _check_parts(own, own.parts))
         part = None if pattern is None else _part(pattern, split, split.rank)
         values = self._mine(own._stored, own._parameters.get("values"))
         local = None if part is None else part[0]
@@ -94,14 +104,13 @@ class ParallelLinear(Fitted):
         whole: Any = own._buffers.get(name) if learns is None else learns
         if whole is None:
             return None
-        dim, counts = _counts(own, name)
+        dim, _, counts = _shares(own, name)
         count = counts[own._split.rank]
         if learns is not None:
             part = whole.to_local()
             return part if part.shape[dim] == count else part.narrow(dim, 0, count).contiguous()
-        part = (
-            whole._local_tensor
-        )  # the same in every call, because a 2:4 weight has its plans by its metadata
+        # The same in every call, because a 2:4 weight has its plans by its metadata.
+        part = whole._local_tensor
         if part.shape[dim] == count:
             return part
         return self._derived(name, part, lambda: part.narrow(dim, 0, count).contiguous())
@@ -114,6 +123,7 @@ class ParallelLinear(Fitted):
             found = kept[name] = of, of._version, make()
         return found[2]
 
+    @torch._disable_dynamo  # DTensors of several ranks, between two graphs
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Any:
         """Return y in the layout of the style.
 
@@ -124,6 +134,9 @@ class ParallelLinear(Fitted):
         own: Any = self
         split: Split = own._split
         act, bias = own.activation, own._parameters.get("bias")
+        if split.inputs is not None:
+            kind = "no" if residual is None else "a DTensor as" if is_split(residual) else "a"
+            check_given(own._calls, own, split, x, f"{kind} residual")
         if split.side == "rows":
             x = x if split.inputs is None else everywhere(x, split)
             _check_width(x, own.in_features, own)
@@ -133,16 +146,18 @@ class ParallelLinear(Fitted):
             y = linear(x, self.weight, bias, act, fused)
             if split.outputs is None:
                 return y
+            sizes = (*y.shape[:-1], own.out_features)
             y = y if stays else _spread_output(y, split)
-            return _finished(y, split, "", residual if fused is None else None, own.out_features)
-        x = x if split.inputs is None else _own_columns(x, split, own)
+            return _finished(y, split, "", residual if fused is None else None, sizes)
+        x = x if split.inputs is None else _own_columns(x, split)
         _check_width(x, split.sizes[split.rank], own)
         y = linear(x, self.weight)
         assert split.outputs is not None
+        sizes = (*y.shape,)
         y = summed(y, split._replace(local=True))
         if bias is not None:
             y = y + _replicated(bias, split, y)
-        return _finished(y, split, act or "", residual, own.out_features)
+        return _finished(y, split, act or "", residual, sizes)
 
     def weight_values(self) -> Tensor | None:
         """The Parameter of the values, as this rank has it, differentiable; None in FP8."""
@@ -169,13 +184,9 @@ class ParallelLinear(Fitted):
         return made.train(own.training)
 
     def _refuse(self, *_: Any, **__: Any) -> NoReturn:
-        raise InvalidInput(
-            "this layer is split over a mesh, and a rank has a part of its weight; use layer.gathered(), the layer of "
-            "one process, and apply the style to it again"
-        )
+        raise InvalidInput(SPLIT)
 
     to_dense = to_linear = keep_pruned = choose_again = reset_parameters = _refuse
-    set_pattern = prune_ = grow_ = _refuse
 
     def extra_repr(self) -> str:
         """Return what the layer without a mesh does, and how it is split."""
@@ -192,14 +203,19 @@ class ParallelLinear(Fitted):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        """Load the tensors of this layer, or those of one process, of the same pattern."""
+        """Load the tensors of this layer, split alike, or those of one process, of the same pattern."""
         own: Any = self
         made = dict(unguarded(state_dict, prefix))
         try:
+            parts = made.get(prefix + "parts")
+            if parts is None:
+                made[prefix + "parts"] = _parts_of(own, "cpu")
+            else:
+                _check_parts(own, parts)
             for name, now in {**own._parameters, **own._buffers}.items():
                 given = made.get(prefix + name)
                 if isinstance(given, Tensor) and now is not None:
-                    made[prefix + name] = _loadable(own, name, now, given)
+                    made[prefix + name] = _loadable(own, name, now, given, parts is None)
         except InvalidInput as error:
             error_msgs.append(f"{prefix or type(self).__name__}: {error}")
             return
@@ -212,24 +228,48 @@ def is_split(x: Any) -> bool:
     return isinstance(x, DTensor)
 
 
-def _loadable(layer: Any, name: str, now: Tensor, given: Tensor) -> Tensor:
-    """A tensor of a state dict as this layer has it."""
+def _parts_of(layer: Any, device: Any) -> Tensor:
+    return torch.tensor(layer._split.parts(layer), dtype=torch.int64, device=device)
+
+
+def _check_parts(layer: Any, parts: Tensor) -> Tensor:
+    """InvalidInput if tensors of a state dict, with these parts, are not split as this layer is."""
+    expected = layer._split.parts(layer)
+    if not parts.is_meta and parts.tolist() != expected:
+        raise InvalidInput(
+            f"the tensors are of a layer whose ranks have parts of {parts.tolist()}, and this one has {expected}; "
+            "split it alike, or load those of layer.gathered(), which any layer takes"
+        )
+    return parts
+
+
+def _loadable(layer: Any, name: str, now: Any, given: Tensor, whole: bool) -> Tensor:
+    """A tensor of a state dict, of one process if `whole`, as this layer has it."""
     if name in ("indptr", "indices"):
-        pattern = layer.pattern
-        if not torch.equal(given.to(now.device), getattr(pattern, name)):
+        if not np.array_equal(given.numpy(force=True), getattr(layer.pattern.host, name)):
             raise InvalidInput(
                 f"{name} of the state dict are of another pattern; load it into the layer before it is split"
             )
         return given
     if not is_split(now):
         return given
+    dim, along, counts = _shares(layer, name)
+    sizes = [*now.shape]
+    if whole:
+        if along != dim:
+            sizes[along] //= len(counts)
+        sizes[dim] = sum(counts)
+        if is_split(given):
+            raise InvalidInput(f"{name} are sharded, and of no split layer; load {name}.full_tensor()")
+    if [*given.shape] != sizes:
+        raise InvalidInput(f"{name} are {list(given.shape)}; this layer takes {sizes}")
     if is_split(given):
-        if given.shape != now.shape:
-            raise InvalidInput(
-                f"{name} are {list(given.shape)}, split otherwise than here, {list(now.shape)}"
-            )
         return given
-    return _distributed(layer, name, given.detach().to(now.device))
+    if whole:
+        return _distributed(layer, name, given.detach())
+    if now.placements[0].is_replicate():
+        return _sharded(layer, given.detach(), Replicate())
+    return _sharded(layer, given.detach().chunk(len(counts), along)[layer._split.rank], Shard(along))
 
 
 @torch.no_grad()
@@ -243,7 +283,7 @@ def split_layer(layer: Any, split: Split, source: int | None) -> None:
                 dist.broadcast(raw, group=split.mesh.get_group(), group_src=source)
     learns = {name: each.requires_grad for name, each in layer._parameters.items() if each is not None}
     layer.__class__ = fitted_class(ParallelLinear, type(layer))
-    layer.__dict__["_split"] = split
+    layer.__dict__.update(_split=split, _calls=set())
     for name, each in tensors.items():
         if name in ("indptr", "indices", "scale"):
             continue
@@ -252,6 +292,7 @@ def split_layer(layer: Any, split: Split, source: int | None) -> None:
             layer._parameters[name] = nn.Parameter(made, learns[name])
         else:
             layer._buffers[name] = made
+    layer.register_buffer("parts", _parts_of(layer, tensors[layer._stored].device))
     _ = layer.pattern  # notes the new Parameter
 
 
@@ -277,33 +318,41 @@ def _part(pattern: BlockPattern, split: Split, rank: int) -> tuple[BlockPattern,
     return pattern.derived((split.side, start, stop), rows if split.side == "rows" else columns)
 
 
-def _counts(layer: Any, name: str) -> tuple[int, list[int]]:
-    """The dim in which a tensor is split, and how much each rank has of it."""
+def _shares(layer: Any, name: str) -> tuple[int, int, list[int]]:
+    """The dim in which ranks have shares of a tensor, that in which their shards are joined, and how much each has."""
     split: Split = layer._split
     if name == "bias":
-        return 0, list(split.sizes)
+        replicated = split.side == "columns"
+        return 0, 0, [layer.out_features] if replicated else list(split.sizes)
     if layer._block is None:
         per = {"rows": 1, "columns": 8 if name == "metadata" else 2}[split.side]
-        return int(split.side == "columns"), [each // per for each in split.sizes]
-    return 0, [_part(layer.pattern, split, rank)[0].nnzb for rank in range(len(split.sizes))]
+        dim = int(split.side == "columns")
+        return dim, dim, [each // per for each in split.sizes]
+    return 0, 1, [_part(layer.pattern, split, rank)[0].nnzb for rank in range(len(split.sizes))]
 
 
-def _distributed(layer: Any, name: str, whole: Tensor) -> Tensor:
+def _distributed(layer: Any, name: str, whole: Tensor) -> Any:
     """The DTensor of a tensor of one process, which has it whole on each rank."""
     split: Split = layer._split
     if name == "bias" and split.side == "columns":
-        return DTensor.from_local(whole.clone(), split.mesh, [Replicate()], run_check=False)
-    dim, counts = _counts(layer, name)
-    if name != "bias" and layer._block is not None:
+        return _sharded(layer, whole, Replicate())
+    dim, along, counts = _shares(layer, name)
+    if along != dim:
         part = _taken(whole, _part(layer.pattern, split, split.rank)[1].to(whole.device))
     else:
         part = whole.narrow(dim, sum(counts[: split.rank]), counts[split.rank])
-    missing = max(counts) - counts[split.rank]
     sizes = [*part.shape]
-    sizes[dim] += missing
+    sizes[dim] = max(counts)
     local = torch.zeros(sizes, dtype=part.dtype, device=part.device)
     local.narrow(dim, 0, part.shape[dim]).copy_(part)
-    return DTensor.from_local(local, split.mesh, [Shard(dim)], run_check=False)
+    return DTensor.from_local(local, split.mesh, [Shard(along)], run_check=False)
+
+
+def _sharded(layer: Any, local: Tensor, layout: Placement) -> Any:
+    """A DTensor of the shard of this rank, in memory of its own."""
+    return DTensor.from_local(
+        local.clone(memory_format=torch.contiguous_format), layer._split.mesh, [layout], run_check=False
+    )
 
 
 def _taken(x: Tensor, rows: Tensor) -> Tensor:
@@ -316,22 +365,24 @@ def _full(x: Any) -> Tensor:
     """The whole of a DTensor, in FP8 too, which gloo does not know."""
     if x.element_size() > 1:
         return x.full_tensor()
-    raw = DTensor.from_local(x._local_tensor.view(torch.uint8), x.device_mesh, x.placements, run_check=False)
+    raw = _wrapped(x._local_tensor.view(torch.uint8), x.device_mesh, x.placements, x.shape)
     return raw.full_tensor().view(x.dtype)
 
 
 def _joined(layer: Any, name: str, whole: Tensor) -> Tensor:
-    """The tensor of one process, of the shards of all ranks behind each other."""
+    """The tensor of one process, of the shards of all ranks beside each other."""
     split: Split = layer._split
     if name == "bias" and split.side == "columns":
         return whole.clone()
-    dim, counts = _counts(layer, name)
-    most = max(counts)
-    parts = [whole.narrow(dim, at * most, count) for at, count in enumerate(counts)]
-    if name == "bias" or layer._block is None or split.side == "rows":
-        return torch.cat(parts, dim).contiguous()
+    dim, along, counts = _shares(layer, name)
+    shards = whole.chunk(len(counts), along)
+    joined = torch.cat(
+        [each.narrow(dim, 0, count) for each, count in zip(shards, counts, strict=True)], dim
+    ).contiguous()
+    if along == dim:
+        return joined
     order = torch.cat([_part(layer.pattern, split, at)[1] for at in range(len(counts))])
-    return _taken(torch.cat(parts), order.argsort().to(whole.device))
+    return _taken(joined, order.argsort().to(whole.device))
 
 
 def _scale_part(layer: Any, scale: Tensor, part: Any) -> Tensor:
@@ -345,7 +396,7 @@ def _scale_part(layer: Any, scale: Tensor, part: Any) -> Tensor:
     return scale
 
 
-def is_last(layout: Placement, ndim: int | None) -> bool:
+def is_last(layout: Placement | None, ndim: int | None) -> bool:
     """Whether a layout splits the features."""
     return isinstance(layout, Shard) and (layout.dim == -1 or (ndim is not None and layout.dim == ndim - 1))
 
@@ -358,13 +409,57 @@ def _check_width(x: Tensor, width: int, layer: Any) -> None:
         )
 
 
+@torch._disable_dynamo
+def check_given(calls: set[Any], layer: Any, split: Split, x: Any, *beside: Any) -> None:
+    """InvalidInput for an x that a split layer does not take, on every rank of a mesh where calls are compared.
+
+    Args:
+        calls: What `layer` was called with before; see `check_calls`.
+        layer: The split layer that takes x, which may be the first of several.
+        split: How x and y lie.
+        x: What this rank is called with.
+        *beside: Other facts of the call, which must be equal on all ranks.
+    """
+    if getattr(x, "is_meta", False):
+        return
+    why, known = _why_not_given(x, split, layer.in_features), ()
+    if isinstance(x, Tensor):
+        sizes = [*x.shape]
+        if not is_split(x) and is_last(split.inputs, x.ndim):
+            sizes[-1:] = [layer.in_features]
+        learns = "learns" if x.requires_grad else "fixed"
+        known = ((*sizes,), x.dtype, learns, *getattr(x, "placements", ()))
+    check_calls(calls, split.mesh, type(layer).__name__, (*known, *beside), why)
+
+
+def _why_not_given(x: Any, split: Split, features: int) -> str:
+    try:
+        if not is_split(x):
+            arguments.dense("x", x)
+    except InvalidInput as error:
+        return str(error)
+    if is_split(x) and x.device_mesh != split.mesh:
+        return f"x is a DTensor of {x.device_mesh}, and the layer is split over {split.mesh}"
+    for layout in () if is_split(x) else (split.inputs, split.outputs):
+        if isinstance(layout, Shard) and not -x.ndim <= layout.dim < x.ndim:
+            return f"x has {x.ndim} dims, and a layout of the style is {layout}"
+    ranks, last = split.mesh.size(), not is_split(x) and is_last(split.inputs, x.ndim)
+    wanted = (
+        features if not last else split.sizes[split.rank] if split.side == "columns" else features // ranks
+    )
+    if x.ndim and x.shape[-1] == wanted and (not last or split.side == "columns" or features % ranks == 0):
+        return ""
+    return (
+        f"x is {list(x.shape)} on rank {split.rank} of the mesh, where the layer takes {wanted} features; see the "
+        "input layout of its style"
+    )
+
+
 def _given(x: Any, split: Split) -> Any:
     """x as a DTensor of the mesh, of which no part is to be added up."""
     if not is_split(x):
         assert split.inputs is not None
-        return DTensor.from_local(arguments.dense("x", x), split.mesh, [split.inputs], run_check=False)
-    if x.device_mesh != split.mesh:
-        raise InvalidInput(f"x is a DTensor of {x.device_mesh}, and the layer is split over {split.mesh}")
+        return DTensor.from_local(x, split.mesh, [split.inputs], run_check=False)
     return x.redistribute(placements=[Replicate()]) if x.placements[0].is_partial() else x
 
 
@@ -373,21 +468,20 @@ def everywhere(x: Any, split: Split) -> Tensor:
     return _given(x, split).redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
 
 
-def _own_columns(x: Any, split: Split, layer: Any) -> Tensor:
+def _own_columns(x: Any, split: Split) -> Tensor:
     """The features of x that this rank has columns for."""
     assert split.inputs is not None
     if not is_split(x) and is_last(split.inputs, x.ndim):
         return x
     x = _given(x, split)
-    if x.shape[-1] != layer.in_features:
-        raise InvalidInput(f"x has {x.shape[-1]} features; the layer takes {layer.in_features}")
     if split.is_even:
         return x.redistribute(placements=[Shard(x.ndim - 1)]).to_local()
     if is_last(x.placements[0], x.ndim):
         x = x.redistribute(placements=[Replicate()])
     most = max(split.sizes)
     parts = [functional.pad(each, (0, most - each.shape[-1])) for each in x.to_local().split(split.sizes, -1)]
-    wide = _wrapped(torch.cat(parts, -1), split, x.placements[0], (*x.shape[:-1], most * len(split.sizes)))
+    sizes = (*x.shape[:-1], most * len(split.sizes))
+    wide = _wrapped(torch.cat(parts, -1), split.mesh, x.placements, sizes)
     mine = wide.redistribute(placements=[Shard(x.ndim - 1)]).to_local()
     return mine[..., : split.sizes[split.rank]].contiguous()
 
@@ -396,7 +490,7 @@ def _spread_output(y: Tensor, split: Split) -> Tensor:
     """The local part of y in the output layout, of the features that each rank has."""
     most, count = max(split.sizes), len(split.sizes)
     sizes = (*y.shape[:-1], most * count)
-    wide = _wrapped(functional.pad(y, (0, most - y.shape[-1])), split, Shard(y.ndim - 1), sizes)
+    wide = _wrapped(functional.pad(y, (0, most - y.shape[-1])), split.mesh, [Shard(y.ndim - 1)], sizes)
     y = wide.redistribute(placements=[split.outputs]).to_local()
     if split.is_even:
         return y
@@ -405,12 +499,10 @@ def _spread_output(y: Tensor, split: Split) -> Tensor:
     )
 
 
-def _wrapped(x: Tensor, split: Split, layout: Placement, sizes: Sequence[int]) -> Any:
+def _wrapped(x: Tensor, mesh: DeviceMesh, layouts: Sequence[Placement], sizes: Sequence[int]) -> Any:
     """A DTensor of a local part and of the sizes of the whole."""
     stride = torch.empty(tuple(sizes), dtype=x.dtype, device="meta").stride()
-    return DTensor.from_local(
-        x, split.mesh, [layout], run_check=False, shape=torch.Size(sizes), stride=stride
-    )
+    return DTensor.from_local(x, mesh, layouts, run_check=False, shape=torch.Size(sizes), stride=stride)
 
 
 def summed(y: Tensor, split: Split) -> Any:
@@ -449,23 +541,10 @@ class _Summed(torch.autograd.Function):
         return summed, None
 
 
-def _finished(y: Tensor, split: Split, act: str, residual: Any, features: int) -> Any:
-    """act(y) + residual in the output layout, as a DTensor if that is wanted."""
+def _finished(y: Tensor, split: Split, act: str, residual: Any, sizes: tuple[int, ...]) -> Any:
+    """act(y) + residual in the output layout, as a DTensor of these sizes if that is wanted."""
     assert split.outputs is not None
     if is_split(residual):
         residual = residual.redistribute(split.mesh, [split.outputs]).to_local()
     y = finished(y, act, residual)
-    if split.local:
-        return y
-    if isinstance(split.outputs, Shard):
-        sizes = [*y.shape]
-        dim = split.outputs.dim % y.ndim
-        if dim == y.ndim - 1:
-            sizes[dim] = features
-        else:
-            total = torch.tensor(sizes[dim], device=y.device)
-            dist.all_reduce(total, group=split.mesh.get_group())
-            sizes[dim] = int(total)
-    else:
-        sizes = [*y.shape]
-    return _wrapped(y, split, split.outputs, sizes)
+    return y if split.local else _wrapped(y, split.mesh, [split.outputs], sizes)
