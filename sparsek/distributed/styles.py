@@ -431,7 +431,7 @@ def _check_layouts(split: Split) -> None:
 
 
 def _split_all(plan: Any, mesh: Any, source: int | None, style: str) -> None:
-    """Split layers as `plan` says, if it and the layers are the same on every rank."""
+    """Split layers by `plan`, if it and the layers are the same on every rank."""
     if not isinstance(mesh, DeviceMesh) or mesh.ndim != 1:
         raise InvalidInput(
             f"{style} needs a DeviceMesh of one dimension, such as mesh['tp'], got {arguments.shown(mesh)}"

@@ -33,7 +33,7 @@ def check_patterns(model: nn.Module, group: Any = None) -> None:
         group: A process group, or a DeviceMesh of one dimension; by default all processes.
 
     Raises:
-        InvalidInput: On every rank, if they differ. The message names the layers and the ranks.
+        InvalidInput: For another group, and on every rank if patterns differ. The message names layers and ranks.
     """
     if not isinstance(model, nn.Module):
         raise InvalidInput(f"model is {arguments.shown(model)}; it must be a torch.nn.Module")
@@ -41,7 +41,15 @@ def check_patterns(model: nn.Module, group: Any = None) -> None:
         raise InvalidInput(
             "check_patterns compares processes; call torch.distributed.init_process_group first"
         )
-    group = group.get_group() if hasattr(group, "get_group") else group
+    from torch.distributed.device_mesh import DeviceMesh
+
+    if isinstance(group, DeviceMesh) and group.ndim == 1:
+        group = group.get_group()
+    if group is not None and not isinstance(group, dist.ProcessGroup):
+        raise InvalidInput(
+            f"group is {arguments.shown(group)}; it must be a process group that this rank is in, a DeviceMesh of one "
+            "dimension, or None"
+        )
     layers = {name: each for name, each in model.named_modules() if isinstance(each, SparseLinear)}
     with ranks_agree("check_patterns", group) as told:
         told.update({name or "the model": facts_of(each, elements=True) for name, each in layers.items()})

@@ -3,8 +3,8 @@
 A split layer keeps its names, its sizes and its pattern, which are of the whole weight on every rank. Its values, FP8
 codes, metadata and biases become DTensors, whose shard is what the rank multiplies: the block rows or the block columns
 of the rank. Shards of unlike sizes are padded to the largest with zeros, which no product reads, because a DTensor has
-shards of one size. Shards of blocks [n, bm, bk] lie beside each other, [n, ranks * bm, bk]: such a tensor has the shape
-of no layer of one process, and no loader takes one for the other. The buffer `parts` has the sizes [ranks, 2] of the
+shards of one size. Shards of blocks [n, bm, bk] lie beside each other, [n, ranks * bm, bk]: no layer of one process has
+tensors of this shape, so no loader takes one for the other. The buffer `parts` has the sizes [ranks, 2] of the
 ranks' parts, for those who load a state dict.
 """
 
@@ -116,7 +116,7 @@ class ParallelLinear(Fitted):
         return self._derived(name, part, lambda: part.narrow(dim, 0, count).contiguous())
 
     def _derived(self, name: str, of: Tensor, make: Any) -> Tensor:
-        """A tensor made of a buffer, until that is another or was written to."""
+        """A tensor derived from a buffer, until that is another or was written to."""
         kept: dict[str, Any] = self.__dict__.setdefault("_kept", {})
         found = kept.get(name)
         if found is None or found[0] is not of or found[1] != of._version:
@@ -456,7 +456,7 @@ def _why_not_given(x: Any, split: Split, features: int) -> str:
 
 
 def _given(x: Any, split: Split) -> Any:
-    """x as a DTensor of the mesh, of which no part is to be added up."""
+    """x as a DTensor of the mesh, without parts to be added up."""
     if not is_split(x):
         assert split.inputs is not None
         return DTensor.from_local(x, split.mesh, [split.inputs], run_check=False)
@@ -464,7 +464,7 @@ def _given(x: Any, split: Split) -> Any:
 
 
 def everywhere(x: Any, split: Split) -> Tensor:
-    """The whole x, the gradients of which each rank has a part."""
+    """The whole x. Each rank has a part of its gradients."""
     return _given(x, split).redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
 
 

@@ -486,7 +486,9 @@ class SparseLinear(IndexedLayer):
             self._see(self._buffer("indptr"), self._buffer("indices"), pattern, new=True)
         old, meta = before["metadata"], self._buffers.get("metadata")
         if old is not None and meta is not None and meta is not old and not meta.is_meta:
-            old, meta = (getattr(x, "_local_tensor", x) for x in (old, meta))  # of a layer that is split over a mesh
+            old, meta = (
+                getattr(x, "_local_tensor", x) for x in (old, meta)
+            )  # of a layer that is split over a mesh
             with torch.no_grad():
                 meta.copy_(any_meta(meta) if old.is_meta else old)
         return self

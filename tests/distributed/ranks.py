@@ -13,19 +13,25 @@ import torch
 import torch.distributed as dist
 from torch import multiprocessing
 
-from sparsek.attn.kernels import KERNELS
+from sparsek.attn.kernels import KERNELS as ATTENTION
+from sparsek.products.kernels import KERNELS as PRODUCTS
 
 PRELOADED = [
+    "torch._dynamo",
+    "torch.distributed.checkpoint._fsspec_filesystem",
+    "torch.distributed.checkpoint.state_dict",
+    "torch.distributed.fsdp",
     "torch.fx.experimental.symbolic_shapes",
     "sparsek.policies",
-    *(f"sparsek.attn.kernels.{module}" for _, _, module, *_ in KERNELS),
+    *(f"sparsek.attn.kernels.{module}" for _, _, module, *_ in ATTENTION),
+    *(f"sparsek.products.kernels.{module}" for _, _, module, *_ in PRODUCTS),
 ]
 
 
 def run_ranks(ranks: int, work: Callable[..., Any], *args: Any) -> list[Any]:
     """What `work(rank, *args)` returns in each of `ranks` processes of one gloo group.
 
-    They are forks of one new process, which imports torch, the kernels of attention and the module of `work` once.
+    They are forks of one new process, which imports torch, the kernels and the module of `work` once.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([*PRELOADED, work.__module__])

@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
-import importlib
 import itertools
-import multiprocessing
-import os
-import signal
-import socket
 import tempfile
 import traceback
 from collections.abc import Callable
@@ -19,23 +13,28 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.nn import functional
+from torch import nn
 
 import sparsek as sk
 from sparsek.core.errors import InvalidInput
 from sparsek.nn import gated, replace
+from tests.distributed.ranks import run_ranks
+from tests.distributed.split_layers import (
+    MLP,
+    OPTIONS,
+    RANKS,
+    Experts,
+    check_gradients,
+    compare,
+    layer_of,
+    layouts,
+    local,
+    meshes,
+    near,
+    raises,
+)
 from tests.sampling import sampled
 
-RANKS = 4
-OPTIONS: dict[str, dict[str, Any]] = {
-    "bsr": {"block": (16, 32), "keep": 0.5},
-    "semi24": {},
-    "bsr24": {"block": 64, "keep": 0.5},
-    "bsr_fp8": {"block": 32, "keep": 0.5},
-    "semi24_fp8": {},
-    "bsr24_fp8": {"block": 64, "keep": 0.5},
-}
 CASES: dict[str, Callable[[], None]] = {}
 
 
@@ -52,96 +51,6 @@ def own_half() -> int:
 def of_half(half: int) -> Callable[[Callable[[], None]], Callable[[], None]]:
     """A case of two ranks, while those of the other half run another."""
     return lambda work: case(functools.wraps(work)(lambda: work() if own_half() == half else None))
-
-
-def layer_of(form: str, rows: int, columns: int, seed: int = 0, **options: Any) -> Any:
-    torch.manual_seed(seed)
-    dtype = torch.float32 if "fp8" in form else torch.float64
-    dense = nn.Linear(columns, rows, dtype=dtype)
-    return sk.nn.SparseLinear.from_dense(
-        dense, form, **OPTIONS[form], scope="global" if "bsr" in form else "row", **options
-    )
-
-
-@functools.cache
-def meshes() -> tuple[Any, Any]:
-    """Of all ranks, and of the two of each half."""
-    from torch.distributed.device_mesh import init_device_mesh
-
-    two = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    return init_device_mesh("cpu", (RANKS,), mesh_dim_names=("tp",)), two["tp"]
-
-
-def near(x: Any, y: Any, loose: bool = False) -> None:
-    torch.testing.assert_close(
-        x, y, rtol=0.1 if loose else 1e-9, atol=0.1 if loose else 1e-9, check_dtype=False
-    )
-
-
-def raises(part: str, work: Callable[[], Any]) -> None:
-    try:
-        work()
-    except InvalidInput as error:
-        assert part in str(error), str(error)
-    else:
-        raise AssertionError(f"no InvalidInput with {part!r}")
-
-
-def local(x: Any, layout: Any, rank: int, sizes: Any) -> Tensor:
-    """The part of a rank of x, of which the features lie in parts of these sizes, or the tokens in equal ones."""
-    if not hasattr(layout, "dim"):
-        return x
-    return x.split(list(sizes), -1)[rank] if layout.dim == -1 else x.chunk(len(sizes), layout.dim)[rank]
-
-
-def check_gradients(whole: Any, split: Any) -> None:
-    """The gradients of Parameters, gathered, against those of one process."""
-    shadow = copy.deepcopy(split)
-    for name, each in whole.named_parameters():
-        shadow._parameters[name] = nn.Parameter(split._parameters[name].grad)
-        near(getattr(shadow.gathered(), name), each.grad)
-
-
-def compare(style: Any, form: str, rows: int, columns: int, mesh: Any) -> None:
-    """A layer in a style against the layer of one process: y, the gradients, and the weight of all ranks."""
-    from torch.distributed.tensor import DTensor
-    from torch.distributed.tensor.parallel import parallelize_module
-
-    rank, ranks, loose = mesh.get_local_rank(), mesh.size(), "fp8" in form
-    whole = layer_of(form, rows, columns, activation="gelu")
-    own = copy.deepcopy(whole)
-    if rank and not loose:  # those of the first rank are taken
-        own.values.data.mul_(2)
-    split: Any = parallelize_module(own, mesh, style)
-    assert type(split).__name__ == type(whole).__name__
-    assert sum(split._split.sizes) == (rows if style.side == "rows" else columns)
-    of_x, of_y = (columns // ranks,) * ranks, (rows // ranks,) * ranks
-    of_x, of_y = (of_x, split._split.sizes) if style.side == "rows" else (split._split.sizes, of_y)
-    draw = torch.Generator().manual_seed(1)
-    kind = torch.float32 if loose else torch.float64
-    x, g = (torch.randn(2, 8, n, dtype=kind, generator=draw) for n in (columns, rows))
-    mine = local(x, style.input_layouts, rank, of_x).clone().requires_grad_()
-    x.requires_grad_()
-    y = whole(x)
-    y.backward(g)
-    found = split(mine)
-    assert isinstance(found, DTensor) != style.use_local_output
-    if not style.use_local_output:
-        assert found.shape == y.shape
-        near(found.full_tensor(), y, loose)
-        found = found.to_local()
-    near(found, local(y, style.output_layouts, rank, of_y), loose)
-    found.backward(local(g, style.output_layouts, rank, of_y))
-    near(mine.grad, local(x.grad, style.input_layouts, rank, of_x), loose)
-    near(split.gathered().to_dense(), whole.to_dense())
-    if not loose:
-        check_gradients(whole, split)
-
-
-def layouts() -> list[Any]:
-    from torch.distributed.tensor import Replicate, Shard
-
-    return [Replicate(), Shard(1), Shard(-1)]
 
 
 STYLES = (("ColwiseSparse", 256, 128), ("RowwiseSparse", 128, 256))
@@ -179,18 +88,6 @@ def uneven_splits() -> None:
     raises("shards of one size", lambda: compare(style, "bsr", 200, 128, mesh))
 
 
-class MLP(nn.Module):
-    def __init__(self, form: str, bias: bool) -> None:
-        super().__init__()
-        kind = torch.float32 if "fp8" in form else torch.float64
-        make = functools.partial(nn.Linear, bias=bias, dtype=kind)
-        torch.manual_seed(3)
-        self.gate_proj, self.up_proj, self.down_proj = make(128, 320), make(128, 320), make(320, 128)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(functional.silu(self.gate_proj(x)) * self.up_proj(x))
-
-
 @case
 def gated_mlps() -> None:
     from torch.distributed.tensor import Replicate, Shard
@@ -223,22 +120,6 @@ def gated_mlps() -> None:
         near(mine.grad, cut(x.grad), loose)
         for name, each in whole.named_children() if not loose else ():
             check_gradients(each, split.get_submodule(name))
-
-
-class Experts(nn.Module):
-    """Packed experts as those of transformers."""
-
-    def __init__(self, count: int) -> None:
-        super().__init__()
-        self.num_experts, self.has_gate, self.has_bias = count, True, False
-        self.is_transposed, self.is_concatenated, self.act_fn = False, True, nn.SiLU()
-        torch.manual_seed(8)
-        self.gate_up_proj = nn.Parameter(torch.randn(count, 128, 64, dtype=torch.float64) / 8)
-        self.down_proj = nn.Parameter(torch.randn(count, 64, 64, dtype=torch.float64) / 8)
-
-    def _apply_gate(self, x: Tensor) -> Tensor:
-        gate, up = x.chunk(2, -1)
-        return self.act_fn(gate) * up
 
 
 @case
@@ -506,7 +387,7 @@ def state_dicts_of_other_splits_are_refused() -> None:
     from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 
     mesh, two = meshes()
-    whole = nn.Sequential(layer_of("bsr", 128, 64), layer_of("semi24", 64, 256))
+    whole: Any = nn.Sequential(layer_of("bsr", 128, 64), layer_of("semi24", 64, 256))
     values, styles = whole.state_dict(), (sk.distributed.ColwiseSparse, sk.distributed.RowwiseSparse)
 
     def split(of: Any, first: Any = "even", second: Any = "even") -> Any:
@@ -535,8 +416,8 @@ def state_dicts_of_other_splits_are_refused() -> None:
     }
     again = split(mesh)
     again.load_state_dict(complete)
-    near(again[0].gathered().to_dense(), whole[0].to_dense())
-    near(again[1].gathered().to_dense(), whole[1].to_dense())
+    for one, each in zip(whole, again, strict=True):
+        near(each.gathered().to_dense(), one.to_dense())
     others = split(mesh, (16, 48, 32, 32)), split(two)
     for other in others:
         for given in (own.state_dict(), complete):
@@ -608,75 +489,27 @@ def patterns_of_ranks_agree() -> None:
     )
 
 
-def work(rank: int, port: int, results: Any) -> None:
-    dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=RANKS)
+def _work(rank: int) -> str:
+    """The fault of a case, or ""."""
     meshes()  # which all ranks make together
     for name, each in CASES.items():
         try:
             each()
-            results.put((name, rank, ""))
         except BaseException:
-            results.put((name, rank, traceback.format_exc()))
-            break  # the others would wait
-    results.close()
-    results.join_thread()
+            return f"{name}, rank {rank}: {traceback.format_exc()}"  # the others then fail in a collective
+    return ""
 
 
-def lead(port: int, results: Any) -> None:
-    """Import what the ranks need, once, and be the first of them."""
-    os.setpgrp()
-    torch.set_num_threads(1)
-    for name in ("checkpoint.state_dict", "checkpoint._fsspec_filesystem", "fsdp", "tensor.parallel"):
-        importlib.import_module(f"torch.distributed.{name}")
-    importlib.import_module("torch._dynamo")
-    for form in ("bsr", "semi24", "bsr24_fp8"):
-        layer_of(form, 64, 64)(torch.zeros(1, 64, dtype=torch.float32 if "fp8" in form else torch.float64))
-    fork = multiprocessing.get_context("fork")
-    ranks = [fork.Process(target=work, args=(rank, port, results)) for rank in range(1, RANKS)]
-    for each in ranks:
-        each.start()
-    work(0, port, results)
-    for each in ranks:
-        each.join()
-
-
-@pytest.fixture(scope="module")
-def outcomes() -> dict[str, list[str]]:
-    context = multiprocessing.get_context("spawn")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    results = context.Queue()
-    leader = context.Process(target=lead, args=(port, results))
-    leader.start()
-    found: dict[str, list[str]] = {name: [] for name in CASES}
-    try:
-        for _ in range(RANKS * len(CASES)):
-            name, rank, error = results.get(timeout=60)
-            found[name].append(error and f"rank {rank}: {error}")
-            if error:
-                break
-        else:
-            leader.join(10)
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(leader.pid or 0, signal.SIGKILL)
-        leader.kill()
-        leader.join()
-    return found
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_four_processes_compute_what_one_does(name: str, outcomes: dict[str, list[str]]) -> None:
-    assert not any(outcomes[name]), "\n".join(outcomes[name])
-    assert len(outcomes[name]) == RANKS, f"{len(outcomes[name])} ranks came so far"
+def test_four_processes_compute_what_one_does() -> None:
+    faults = [each for each in run_ranks(RANKS, _work) if each]
+    assert not faults, "\n".join(faults)
 
 
 def test_balanced_groups_are_as_light_as_possible() -> None:
     from sparsek.distributed.styles import balanced
 
     generator = torch.Generator().manual_seed(0)
-    for count in range(1, 7):
+    for count in range(1, 6):
         weights = torch.randint(0, 5, (count,), generator=generator).tolist()
         for parts in range(1, count + 1):
             found = balanced(weights, parts)

@@ -69,7 +69,7 @@ def test_the_api_has_every_public_name_and_only_members_that_exist() -> None:
         for page in (DOCS / "api").glob("*.md")
         for path, members in OBJECT.findall(page.read_text(encoding="utf-8"))
     }
-    rooms = {"nn": sparsek.nn, "policies": sparsek.policies}
+    rooms = {name: getattr(sparsek, name) for name in sparsek.ROOMS}
     public = {f"sparsek.{name}" for name in sparsek.__all__ if name not in rooms}
     public |= {f"sparsek.{room}.{name}" for room, module in rooms.items() for name in module.__all__}
     assert public <= listed.keys()

@@ -8,9 +8,11 @@ from random import Random
 from typing import Any
 
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate, Shard
 
 import sparsek as sk
-from tests.fuzz.calls_ops import heads, mask
+from tests.fuzz.calls_ops import X, heads, mask
 from tests.fuzz.engine import Call, Made
 
 GATHERED = {"pieces": 2, "exact": False, "check": True, "scale": 0.5, "return_lse": True, "softcap": 0.0}
@@ -48,6 +50,23 @@ def _attention(how: str) -> Callable[[Random], Made]:
     return make
 
 
+def _split(style: Callable[..., Any]) -> Callable[[Random], Made]:
+    """A call of a layer that a style has split."""
+
+    def split(residual: Any = None, **given: Any) -> Any:
+        layer = sk.nn.BlockSparseLinear.random(64, X.shape[-1], 32, 0.5)
+        return style(**given)._apply(layer, DeviceMesh("cpu", [0]))(X.float(), residual)
+
+    given = {
+        "input_layouts": Replicate(),
+        "output_layouts": Shard(-1),
+        "use_local_output": True,
+        "split": "even",
+    }
+    return lambda random: (split, given)
+
+
+PLACED = {"input_layouts": "none Shard", "output_layouts": "none Replicate", "split": "sequence"}
 d = sk.distributed
 CALLS: dict[str, Call] = {
     "distributed.plan": Call(
@@ -85,9 +104,20 @@ CALLS: dict[str, Call] = {
     "distributed.attention [heads]": Call(
         _attention("heads"), {"mask": RULES, "scale": "none int", "softcap": "int"}
     ),
+    "distributed.ColwiseSparse": Call(_split(d.ColwiseSparse), PLACED),
+    "distributed.RowwiseSparse": Call(_split(d.RowwiseSparse), PLACED),
+    "distributed.check_patterns": Call(
+        lambda random: (
+            d.check_patterns,
+            {"model": sk.nn.BlockSparseLinear.random(64, 64, 32, 0.5), "group": dist.group.WORLD},
+        ),
+        {"model": "any", "group": "none any"},
+    ),
 }  # fmt: skip
 
 REASONS = {
+    "GatedSparse": "for the styles of layers: the same arguments",
+    "ExpertsSparse": "for the styles of layers: the same arguments",
     "MeshPlan": "for sk.distributed.plan, which makes it",
     "Simulated": "for sk.distributed.simulate, which makes it",
     "explain": "takes no arguments",

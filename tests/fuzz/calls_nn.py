@@ -349,6 +349,7 @@ REASONS = {
     "gradients": "takes no arguments",
     "callback": "takes no arguments",
     "state_dict": "takes no arguments",
+    "distributed.check_patterns": "in calls_distributed.py",
     "nn.SparseLinear.form_of_bsr": "for the layers: a class",
     **{f"nn.BlockSparseLinear.{name}": "that of SparseLinear" for name in INHERITED},
 }

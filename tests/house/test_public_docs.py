@@ -115,13 +115,8 @@ def test_args_are_the_arguments() -> None:
         plain = [each.name for each in parameters if each.kind is not inspect.Parameter.VAR_KEYWORD]
         rooms = (
             name.removeprefix("sk.nn.")
-<<<<<<< HEAD
             .removeprefix("sk.policies.")
             .removeprefix("sk.distributed.")
-=======
-            .removeprefix("sk.distributed.")
-            .removeprefix("sk.policies.")
->>>>>>> b171a497 (Pages tell how layers are split over a mesh)
             .removeprefix("sk.")
         )
         assert named == plain[1 if rooms.count(".") == 1 else 0 :], name
