@@ -27,7 +27,7 @@ from sparsek.engine.launch.ranks import highest, order
 
 MOST_COLUMNS = 16384  # blocks of a row, which is in registers
 MOST_BYTES = 512  # of a row of q, which a tile has in shared memory
-LOG2E = tl.constexpr(1.4426950408889634)
+LOG2E = 1.4426950408889634
 _INF = tl.constexpr(float("inf"))
 _GREATEST, _GREATEST_WIDE = tl.constexpr(3.4028234663852886e38), tl.constexpr(1.7976931348623157e308)
 
@@ -69,9 +69,7 @@ def _larger(a, b):
 
 
 @triton.jit
-def _products(
-    x, at, key, count, scale, D: tl.constexpr, WIDE: tl.constexpr, TN: tl.constexpr, WHOLE: tl.constexpr
-):
+def _products(x, at, key, count, D: tl.constexpr, WIDE: tl.constexpr, TN: tl.constexpr, WHOLE: tl.constexpr):
     """x times the rows at these places, [rows, TN]. WHOLE: all of them exist."""
     if not WHOLE:
         y = tl.load(at, mask=(key < count)[:, None] & (tl.arange(0, WIDE) < D)[None, :], other=0.0)
@@ -79,7 +77,7 @@ def _products(
         y = tl.load(at, mask=(tl.arange(0, WIDE) < D)[None, :], other=0.0)
     else:
         y = tl.load(at)
-    return tl.dot(x, y.T, input_precision="ieee") * scale
+    return tl.dot(x, y.T, input_precision="ieee")
 
 
 @triton.jit
@@ -87,25 +85,23 @@ def _normalizers(
     top, total, x, at, begin, end, lo, hi, count, s_key, scale,
     D: tl.constexpr, WIDE: tl.constexpr, TN: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """The largest product of each row, and the sum of exp(product - largest). WHOLE: all rows see all keys."""
+    """The largest product of each row, and the sum of 2^(scale * (product - largest)). WHOLE: all rows see all keys."""
     for start in range(begin, end, TN):
         key = start + tl.arange(0, TN)
-        s = _products(
-            x, at + (tl.full([], 0, tl.int64) + start) * s_key, key, count, scale, D, WIDE, TN, WHOLE
-        )
+        s = _products(x, at + (tl.full([], 0, tl.int64) + start) * s_key, key, count, D, WIDE, TN, WHOLE)
         if not WHOLE:
             seen = (key[None, :] >= lo[:, None]) & (key[None, :] < hi[:, None])
             s = tl.where(seen, s, -_INF)
         new = tl.maximum(top, tl.max(s, 1))
-        over = tl.where(new == -_INF, 0.0, new)
-        total = total * tl.exp2((top - over) * LOG2E) + tl.sum(tl.exp2((s - over[:, None]) * LOG2E), 1)
+        over = tl.where(new == -_INF, 0.0, new) * scale
+        total = total * tl.exp2(top * scale - over) + tl.sum(tl.exp2(s * scale - over[:, None]), 1)
         top = new
     return top, total
 
 
 @triton.jit
 def _cells(
-    to, inside, x, at, begin, end, first_cell, cells, plane, lo, hi, count, s_key, scale, top, shift,
+    to, inside, x, at, begin, end, first_cell, cells, plane, lo, hi, count, s_key, scale, shift,
     SOFTMAX: tl.constexpr, SUMS: tl.constexpr, GROUP: tl.constexpr, PACK: tl.constexpr, CELL: tl.constexpr,
     PLANES: tl.constexpr, COVERS: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr,
     TN: tl.constexpr, WHOLE: tl.constexpr,
@@ -117,11 +113,9 @@ def _cells(
     place = tl.arange(0, CELL)
     for start in range(begin, end, TN):
         key = start + tl.arange(0, TN)
-        w = _products(
-            x, at + (tl.full([], 0, tl.int64) + start) * s_key, key, count, scale, D, WIDE, TN, WHOLE
-        )
+        w = _products(x, at + (tl.full([], 0, tl.int64) + start) * s_key, key, count, D, WIDE, TN, WHOLE)
         if SOFTMAX:
-            w = tl.exp2((w - top[:, None]) * LOG2E - shift[:, None])
+            w = tl.exp2(w * scale - shift[:, None])
         if not WHOLE:
             seen = (key[None, :] >= lo[:, None]) & (key[None, :] < hi[:, None])
             w = tl.where(seen, w, NOTHING)
@@ -191,15 +185,16 @@ def _score(
         top, total = _normalizers(
             top, total, x, keys, whole, hi_tile, lo, hi, count, sk_n, scale, D, WIDE, TN, False
         )
-    shift = tl.log2(tl.where(total == 0, 1.0, total))
+    top *= scale
+    shift = tl.where(top == _INF, float("nan"), top + tl.log2(tl.where(total == 0, 1.0, total)))
     each = tile * TOKENS + tl.arange(0, TOKENS)
     to = out + (group.to(tl.int64) * queries + each) * cells
     _cells(
-        to, each < queries, x, keys, lo_tile, whole, left, cells, plane, lo, hi, count, sk_n, scale, top, shift,
+        to, each < queries, x, keys, lo_tile, whole, left, cells, plane, lo, hi, count, sk_n, scale, shift,
         SOFTMAX, SUMS, GROUP, PACK, CELL, PLANES, COVERS, D, WIDE, ROWS, TN, True,
     )  # fmt: skip
     _cells(
-        to, each < queries, x, keys, whole, hi_tile, left, cells, plane, lo, hi, count, sk_n, scale, top, shift,
+        to, each < queries, x, keys, whole, hi_tile, left, cells, plane, lo, hi, count, sk_n, scale, shift,
         SOFTMAX, SUMS, GROUP, PACK, CELL, PLANES, COVERS, D, WIDE, ROWS, TN, False,
     )  # fmt: skip
 
@@ -345,7 +340,7 @@ class Tiles(NamedTuple):
             launch(
                 _score, (tiles * q.shape[0] * self.heads,),
                 q, k, made, self.position, self.first, start, queries, blocks[0] * each, cells, made.stride(0),
-                k.shape[2], self.heads, k.shape[1], self.scale, *q.stride(), *k.stride(),
+                k.shape[2], self.heads, k.shape[1], LOG2E * self.scale, *q.stride(), *k.stride(),
                 SOFTMAX=self.softmax, SUMS=self.sums, GROUP=q.shape[1] // self.heads, PACK=self.pack, CELL=self.cell,
                 PLANES=self.planes, COVERS=span // stride, PARTS=block // stride, STRIDE=stride, SPAN=span,
                 D=q.shape[3], WIDE=max(16, triton.next_power_of_2(q.shape[3])), ROWS=c.rows, TN=c.keys,

@@ -100,6 +100,7 @@ def test_scores_for_each_query_leave_only_cells(softmax: bool) -> None:
     assert "wgmma.mma_async" in code.ptx
     assert code.shared <= CARDS["sm_90"].smem_bytes // 2
     assert code.registers * 32 * c.num_warps <= 32768  # two programs on an SM
+    assert softmax or "max.NaN.f32" in code.ptx  # one that is NaN excludes its block
 
 
 UNUSED: dict[bool, dict[str, Any]] = {True: {"within": None}, False: {}}

@@ -11,19 +11,22 @@ from sparsek.attn.kernels.estimate import token_scores
 from sparsek.attn.policies import token
 
 P = sk.policies
-CHUNKED = {"cu_seqlens": torch.tensor([0, 3, 3, 12, 19])}
+PACKED = {"cu_seqlens": torch.tensor([0, 3, 3, 32])}
+SHORT = {"cu_seqlens": torch.tensor([0, 3, 3, 20])}
+TWO = {"cu_seqlens": torch.tensor([0, 75, 105])}
 # policy, heads of q and k, queries, keys, options
 CASES: "dict[str, tuple[Any, tuple[int, int], int, int, dict[str, Any]]]" = {
     "NSA": (P.NSA(topk=4, block=16, span=8, stride=4), (6, 2), 9, 150, {"scale": 0.4}),
-    "NSA, parts between blocks": (P.NSA(topk=3, block=8, always=(0, 0), span=12, stride=4), (2, 1), 12, 90, {}),
+    "NSA, parts between": (P.NSA(topk=3, block=8, always=(0, 0), span=12, stride=4), (3, 1), 16, 90, {"scale": 2}),
     "NSA, spans over blocks": (P.NSA(topk=3, block=4, always=(1, 1), span=12, stride=2), (1, 1), 7, 40, {}),
     "NSA, blocks of steps": (P.NSA(topk=2, block=256, always=(0, 1), span=8, stride=2), (2, 1), 5, 900, {}),
-    "NSA, documents": (P.NSA(topk=3, block=4, always=(1, 1), span=4, stride=2), (4, 2), 19, 19, CHUNKED),
+    "NSA of documents": (P.NSA(topk=3, block=4, always=(1, 1), span=2, stride=1), (8, 2), 32, 32, PACKED),
+    "NSA, two in a tile": (P.NSA(topk=2, block=4, span=2, stride=1, always=(0, 1)), (2, 1), 105, 105, TWO),
     "InfLLM-v2": (P.InfLLMv2(topk=4, block=16, always=(1, 2), span=8, stride=4), (3, 1), 12, 120, {}),
     "M3": (P.IndexHead(topk=3, block=16), (2, 1), 9, 130, {}),
     "M3, parts of blocks": (P.IndexHead(topk=2, block=64, always=(1, 0)), (2, 2), 4, 270, {}),
-    "M3, documents": (P.IndexHead(topk=2, block=4), (2, 1), 19, 19, CHUNKED),
-    "M3, before the keys": (P.IndexHead(topk=2, block=4, always=(0, 0)), (1, 1), 12, 9, {}),
+    "M3, documents": (P.IndexHead(topk=2, block=4), (2, 1), 20, 20, SHORT),
+    "M3, before the keys": (P.IndexHead(topk=2, block=4), (1, 1), 12, 9, {}),
     "MoBA": (P.MoBAGate(topk=3, block=8), (4, 2), 8, 70, {}),
     "MoBA, parts of blocks": (P.MoBAGate(topk=2, block=256), (1, 1), 6, 700, {}),
 }  # fmt: skip
@@ -39,16 +42,19 @@ def drawn(heads: "tuple[int, int]", queries: int, keys: int, dtype: torch.dtype)
 
 def lists(policy: Any, q: Tensor, k: Tensor, by_kernel: bool, **options: Any) -> Tensor:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(token, "SCORES", 600)  # more than one part of the queries
+        patch.setattr(
+            token, "SCORES", 600 if q.shape[2] < 100 else 1 << 20
+        )  # few: several parts of the queries
         if not by_kernel:
             patch.setattr(token, "kernels", lambda *_: None)
         return policy.lists(q, k, **options).indices
 
 
+@pytest.mark.usefixtures("poisoned_memory")
 @pytest.mark.parametrize("case", CASES)
 def test_lists_are_those_of_torch(case: str) -> None:
     policy, heads, queries, keys, options = CASES[case]
-    dtype = torch.float32 if "M3" in case or "of" in case else torch.float16
+    dtype = torch.float32 if "M3" in case or " of " in case else torch.float16
     q, k = drawn(heads, queries, keys, dtype)
     if not case.startswith("M"):  # weights that differ by rounding alone have another order
         q, k = (
@@ -63,7 +69,8 @@ def test_keys_without_a_product_exclude_what_they_exclude_in_torch(case: str) ->
     policy, heads, queries, keys, _ = CASES[case]
     q, k = drawn(heads, queries, keys, torch.float32)
     q = q.abs() + 0.5
-    k[:, :, 20:24], k[:, 0, 40:60], k[:, :, 100, 3] = -torch.inf, -torch.inf, torch.nan
+    k[:, :, 20:24], k[:, 0, 40:60], k[:, :, 96:112] = -torch.inf, -torch.inf, 3.0
+    k[:, :, 100, 3] = torch.nan
     q[:, 0, 3], q[:, 0, 5, 0], q[:, 0, 6] = torch.nan, torch.inf, 0
     assert torch.equal(lists(policy, q, k, True), lists(policy, q, k, False))
     q, k = q * 0, k.nan_to_num(1, 1, 1)  # all scores are equal
