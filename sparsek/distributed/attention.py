@@ -128,17 +128,18 @@ def attention(
         MeshError: If an exchange fails or times out; the timeout is that of the process group.
     """
     options = MeshOptions(scale, pieces, exact, softcap, alibi_slopes, sink_logits)
-    groups = _groups(mask, plan, mesh, how)
+    groups = _groups(mask, plan, mesh)
     made: list[Any] = []
 
     def checks() -> str:
-        arguments.flag("return_lse", return_lse)
+        for name, flag in (("return_lse", return_lse), ("check", check)):
+            arguments.flag(name, flag)
         found, rule = _planned(mask, plan, mesh, how)
         text, checked = _checked(q, k, v, found, rule, options)
         made.append((found, rule, checked))
         return text
 
-    if arguments.flag("check", check):
+    if check is not False:
         agreed(NAME, groups, checks)
     else:
         checks()
@@ -164,32 +165,29 @@ class MeshOptions(NamedTuple):
     sink_logits: Tensor | None
 
 
-def _groups(mask: Any, plan: Any, mesh: Any, how: Any) -> list[Any]:
-    """The process groups of the ranks that call. InvalidInput if they are not named once."""
-    if isinstance(mask, MeshPlan):
-        if plan is not None or mesh is not None or how is not None:
-            raise InvalidInput("mask is a plan, which has its mesh; leave plan, mesh and how out")
-        plan = mask
-    elif (plan is None) == (mesh is None):
+def _groups(mask: Any, plan: Any, mesh: Any) -> list[Any]:
+    """The process groups of the ranks that call. InvalidInput if there are none; all else is checked on all ranks."""
+    for each in (mask, plan):
+        if isinstance(each, MeshPlan):
+            each._here  # noqa: B018  # InvalidInput without processes
+            return each._groups
+    groups = [] if mesh is None else groups_of(mesh)
+    if not groups:
         raise InvalidInput(
-            f"mask is {arguments.shown(mask)}; pass a plan of sk.distributed.plan, or a mask and one of plan= and mesh="
+            f"mask is {arguments.shown(mask)}, plan {arguments.shown(plan)} and mesh {arguments.shown(mesh)}; pass a "
+            "plan of sk.distributed.plan, or a mask with plan=, or a BlockMask with mesh=, a DeviceMesh or group"
         )
-    if plan is None:
-        groups = groups_of(mesh)
-        if not groups:
-            raise InvalidInput(f"mesh is {arguments.shown(mesh)}; calls need a DeviceMesh or a process group")
-        return groups
-    if not isinstance(plan, MeshPlan):
-        raise InvalidInput(f"plan is {arguments.shown(plan)}; it must come from sk.distributed.plan")
-    if how is not None:
-        raise InvalidInput("how goes with mesh; a plan has its own")
-    plan._here  # noqa: B018  # InvalidInput without processes
-    return plan._groups
+    return groups
 
 
 def _planned(mask: Any, plan: Any, mesh: Any, how: Any) -> tuple[MeshPlan, MaskRule | None]:
-    """The plan, and the rule that chooses the mask in this call."""
-    if isinstance(mask, MeshPlan):
+    """The plan, and the rule that chooses the mask in this call. InvalidInput unless one of plan and mesh is given."""
+    planned = isinstance(mask, MeshPlan)
+    if planned + (plan is not None) + (mesh is not None) != 1 or (how is not None and mesh is None):
+        raise InvalidInput(
+            "pass one of a plan as mask, plan= and mesh=; how goes with mesh, for plans have their own"
+        )
+    if planned:
         return mask, mask.rule
     if isinstance(mask, BlockMask) and plan is None:
         how = "gather" if how is None else how
@@ -199,13 +197,13 @@ def _planned(mask: Any, plan: Any, mesh: Any, how: Any) -> tuple[MeshPlan, MaskR
             how,
         )  # of the groups: meshes of groups that are gone are equal to new ones
         return mask.derived(key, lambda: plan_here(mask, mesh, how)), None
-    if plan is not None and isinstance(mask, BlockMask):
+    if isinstance(plan, MeshPlan) and isinstance(mask, BlockMask):
         return plan.with_mask(mask), None
-    if plan is not None and isinstance(mask, MaskRule):
+    if isinstance(plan, MeshPlan) and isinstance(mask, MaskRule):
         return plan, mask
     raise InvalidInput(
-        f"mask is {arguments.shown(mask)}; with plan= it must be a BlockMask of the whole sequence, TokenLists or a "
-        "policy, and with mesh= a BlockMask"
+        f"mask is {arguments.shown(mask)} and plan {arguments.shown(plan)}; with a plan of sk.distributed.plan mask is "
+        "a BlockMask of the whole sequence, TokenLists or a policy, and with mesh= a BlockMask"
     )
 
 

@@ -18,7 +18,7 @@ from sparsek.attn.mask.token_lists import TokenLists
 from sparsek.distributed.deal import Deal
 from sparsek.distributed.exchange import Exchange, exchanged, rows_of
 from sparsek.distributed.handshake import agreed
-from sparsek.distributed.plan import MeshPlan, heads_of, once
+from sparsek.distributed.plan import MeshPlan, heads_of, once, reads_of
 from sparsek.distributed.selection import whole_lists
 from sparsek.distributed.submask import heads_part
 
@@ -51,9 +51,8 @@ class HeadsExchange(NamedTuple):
             parts = plan._parts
             each = [heads_of(q_heads, kv_heads, plan.ranks, other) for other in range(plan.ranks)]
             of_q, of_k = each[plan._here]
-            reads = np.searchsorted(of_k, of_q // (q_heads // kv_heads))
-            counts = np.bincount(reads)
-            copies = torch.from_numpy(reads).to(device) if (counts != counts[:1]).any() else None
+            reads, even = reads_of(of_q, of_k, q_heads // kv_heads)
+            copies = None if even else torch.from_numpy(reads).to(device)
             queries = _heads_exchange(plan, parts.queries, batch, q_heads, [of for of, _ in each], device)
             keys = _heads_exchange(plan, parts.keys, batch, kv_heads, [of for _, of in each], device)
             return cls(of_q, torch.from_numpy(of_q).to(device), of_k, copies, queries, keys)

@@ -240,21 +240,36 @@ class MeshPlan:
     def _received(
         self, batch: int, q_heads: int, kv_heads: int, dim: int, v_dim: int, itemsize: int
     ) -> np.ndarray:
-        sequence, heads = self._parts.sequence, self._parts.heads
+        sequence, heads, row = self._parts.sequence, self._parts.heads, (dim + v_dim) * itemsize
         if sequence is not None and heads is not None:
-            of_k = np.array(
-                [heads_of(q_heads, kv_heads, heads.ranks, at)[1].size for at in range(heads.ranks)]
-            )
-            whole = sequence._received(batch, q_heads, kv_heads, dim, v_dim, itemsize) // kv_heads
-            inside = self._exchanged(batch, q_heads, kv_heads, dim, v_dim, heads.ranks)
-            return (whole[:, None] * of_k).ravel() + inside * itemsize
+            each = (heads_of(q_heads, kv_heads, heads.ranks, at) for at in range(heads.ranks))
+            found = np.stack(
+                [sequence._keys_received(batch, q_heads, kv_heads, *of) for of in each], 1
+            ).ravel()
+            return found * row + self._exchanged(batch, q_heads, kv_heads, dim, v_dim, heads.ranks) * itemsize
         if self.how == "heads":
             return self._exchanged(batch, q_heads, kv_heads, dim, v_dim, self.ranks) * itemsize
-        mask, keys, needs = self.mask, self._parts.keys, self._needs(kv_heads)
+        return self._keys_received(batch, q_heads, kv_heads, np.arange(q_heads), np.arange(kv_heads)) * row
+
+    def _keys_received(
+        self, batch: int, q_heads: int, kv_heads: int, of_q: np.ndarray, of_k: np.ndarray
+    ) -> np.ndarray:
+        """Keys that each rank gets by "gather" for some heads of q and the heads of k that they read."""
+        mask, keys = self.mask, self._parts.keys
+        seen = self._seen.reshape(self.ranks, mask.batch, mask.heads, mask.grid[1])
+        reads, even = reads_of(of_q, of_k, q_heads // kv_heads)
+        times = batch // mask.batch
+        if mask.heads == 1:
+            times *= of_k.size if even else of_q.size
+        elif mask.heads == kv_heads and even:
+            seen = seen[:, :, of_k]
+        else:
+            seen = seen[:, :, of_q * mask.heads // q_heads]
+            if even and of_q.size:
+                seen = np.logical_or.reduceat(seen, np.searchsorted(reads, np.arange(of_k.size)), 2)
         tokens = np.diff(np.append(np.arange(mask.grid[1]) * mask.block[1], mask.kv_len))
-        foreign = needs & (keys.owners(mask.block[1]) != np.arange(self.ranks)[:, None])[:, None]
-        times = batch * kv_heads // needs.shape[1]
-        return (foreign @ tokens).sum(1).astype(np.int64) * times * (dim + v_dim) * itemsize
+        foreign = keys.owners(mask.block[1]) != np.arange(self.ranks)[:, None]
+        return ((seen & foreign[:, None, None]) @ tokens).sum((1, 2)).astype(np.int64) * times
 
     def _exchanged(
         self, batch: int, q_heads: int, kv_heads: int, dim: int, v_dim: int, across: int
@@ -308,3 +323,10 @@ def heads_of(q_heads: int, kv_heads: int, ranks: int, rank: int) -> tuple[np.nda
     of_q = np.arange(q_heads)
     of_q = of_q[(of_q // step) * ranks // (q_heads // step) == rank]
     return of_q, np.unique(of_q // group)
+
+
+def reads_of(of_q: np.ndarray, of_k: np.ndarray, group: int) -> tuple[np.ndarray, bool]:
+    """Which of `of_k` each head of `of_q` reads, and whether as many read each; if not, each gets a copy of its own."""
+    reads = np.searchsorted(of_k, of_q // group)
+    counts = np.bincount(reads)
+    return reads, not (counts != counts[:1]).any()

@@ -74,18 +74,21 @@ def unshard_sequence(
         InvalidInput: For a shard of another length, and a plan without processes; on every rank.
         MeshError: If a rank ended, or did not call it within the timeout of its process group.
     """
-    _checked(plan, of)
+    if not isinstance(plan, MeshPlan):
+        _checked(plan, of)
+    plan._here  # noqa: B018  # without processes there is nobody to agree with
 
     def checks() -> str:
         nonlocal dim
+        _checked(plan, of)
+        arguments.flag("check", check)
         refuse_transforms("sk.distributed.unshard_sequence")
         dim = _check_length(x, dim, int(plan._parts.deal(of).tokens[plan._here]))
         shape = [*x.shape[:dim], "S", *x.shape[dim + 1 :]]
         learns = torch.is_grad_enabled() and x.requires_grad
         return f"{of} {shape} in {x.dtype}, gradient {learns}, of {plan._text}"
 
-    if arguments.flag("check", check):
-        plan._here  # noqa: B018  # without processes there is nobody to agree with
+    if check is not False:
         agreed("sk.distributed.unshard_sequence", plan._groups, checks)
     else:
         checks()

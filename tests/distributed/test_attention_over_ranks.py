@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import sparsek as sk
 from sparsek.core.errors import InvalidInput, MeshError
+from sparsek.distributed.exchange import Exchange
 from sparsek.distributed.handshake import agreed
 from sparsek.distributed.pieces import key_pieces
 from tests.distributed.ranks import run_ranks
@@ -207,7 +208,8 @@ def _faults(rank: int, mesh: Any) -> dict[str, Any]:
         "dtype": lambda: attend(*(x.float() if odd else x for x in (q, k, v))),
         "gradient": lambda: attend(q.clone().requires_grad_(odd), k, v),
         "option": lambda: attend(q, k, v, softcap=1.0 if odd else 2.0),
-        "both plan and mesh": lambda: attend(q, k, v, mesh=mesh),
+        "both plan and mesh": lambda: attend(q, k, v, mesh=mesh if odd else None),
+        "flag": lambda: attend(q, k, v, check=1 if odd else True),
         "other mask": lambda: d.attention(q, k, v, made["map" if odd else "causal"], mesh=world),
         "lists": lambda: d.attention(q, k, v, lists, plan=plan),
         "rule by gather": lambda: d.attention(q, k, v, made["policy"], plan=plan),
@@ -225,7 +227,28 @@ def _faults(rank: int, mesh: Any) -> dict[str, Any]:
     return {name: _refused(call) for name, call in calls.items()}
 
 
-def _whole_and_bits(rank: int) -> dict[str, Any]:
+WAYS_SENT = ("gather", "heads", "both")
+
+
+def _received(rank: int, how: str, mesh: Any) -> tuple[int, int]:
+    """Bytes that a forward pass in bf16 gets from other ranks, without lse, and those that the plan counts."""
+    d, mask, total = sk.distributed, masks()["map of heads of k"], 0
+    plan, start = d.plan(mask, mesh, how), Exchange._all_to_all
+
+    def counted(self: Exchange, out: Tensor, given: Tensor, to: Any, of: Any) -> Any:
+        nonlocal total
+        if out.dtype == torch.bfloat16:
+            total += (sum(to) - to[dist.get_rank(self.group)]) * out.shape[1] * out.itemsize
+        return start(self, out, given, to, of)
+
+    q, k, v = (d.shard_sequence(x, plan).bfloat16() for x in operands(N, N)[:3])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Exchange, "_all_to_all", counted)
+        d.attention(q, k, v, plan)
+    return total, int(plan.received(BATCH, 4, 2, DIM, V_DIM)[rank])
+
+
+def _whole_and_bits(rank: int, mesh: Any) -> dict[str, Any]:
     d, world, mask = sk.distributed, dist.group.WORLD, masks()["causal"]
     plan = d.plan(mask, world)
     found: dict[str, Any] = {}
@@ -257,11 +280,9 @@ def _whole_and_bits(rank: int) -> dict[str, Any]:
     d.unshard_sequence(x, plan, dim=-2).mul(rank + 1).sum().backward()
     found["sum"] = x.grad
     plan = d.plan(masks()["map of heads of k"], world)
-    (piece,) = key_pieces(plan, 2, 2, torch.device("cpu"), 1)
-    counts = piece.exchange.receive_counts
-    sent = (sum(counts) - counts[rank]) * (DIM + V_DIM) * 2
-    found["received"] = sent, int(plan.received(BATCH, 4, 2, DIM, V_DIM)[rank])
+    (piece,) = key_pieces(plan, BATCH, 2, torch.device("cpu"), 1)
     found["gathered"] = piece.length, int(plan._seen[rank].sum(-1).max()) * 64
+    found["received"] = [_received(rank, how, mesh if how == "both" else world) for how in WAYS_SENT]
     return found
 
 
@@ -275,7 +296,7 @@ def _work(rank: int) -> dict[Any, Any]:
     for case in CASES:
         name, way, sinks, heads, ranks = case
         found[case] = over_ranks(made[name], way, mesh if "both" in way else parts[ranks], sinks, heads)
-    found |= {"faults": _faults(rank, mesh), **_whole_and_bits(rank)}
+    found |= {"faults": _faults(rank, mesh), **_whole_and_bits(rank, mesh)}
     if rank == RANKS - 1:
         return found  # and ends, while others go on
     plan = sk.distributed.plan
@@ -319,7 +340,8 @@ ON_ALL = {  # what every rank hears, and what the odd one
     "dtype": "sk.distributed.attention: the calls of ranks 2 differ",
     "gradient": "gradients [False, False, False, False]",
     "option": "softcap 2.0",
-    "both plan and mesh": "leave plan, mesh and how out",
+    "both plan and mesh": "pass one of a plan as mask",
+    "flag": "check is 1",
     "other mask": "rank 2 has 128 queries and 128 keys",
     "lists": "sk.distributed.shard_sequence(indices, plan)",
     "rule by gather": 'plan with how="heads"',
@@ -367,9 +389,9 @@ def test_autocast_casts_as_attention_does(found: list[dict[Any, Any]]) -> None:
         assert grads == [True] * 3
 
 
-def test_only_the_blocks_that_are_seen_arrive(found: list[dict[Any, Any]]) -> None:
+def test_plans_count_what_arrives_and_only_seen_blocks_do(found: list[dict[Any, Any]]) -> None:
     for each in found:
-        assert each["received"][0] == each["received"][1]
+        assert all(sent == counted for sent, counted in each["received"])
         assert each["gathered"][0] == each["gathered"][1]
 
 
