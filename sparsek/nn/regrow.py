@@ -202,7 +202,8 @@ def _before_gradient(layer: Any, given: tuple[Any, ...], named: dict[str, Any], 
     if torch.compiler.is_compiling() or not isinstance(y, Tensor) or not y.requires_grad:
         return
     note_learning(layer)
-    ref, x = weakref.ref(layer), (given[0] if given else named["x"]).detach()
+    x: Any = given[0] if given else named.get("x", named.get("input"))
+    ref, x = weakref.ref(layer), x.detach()
     y.register_hook(lambda dy: _record(ref(), x, dy.detach()))
 
 

@@ -70,10 +70,10 @@ class Facts:
         return ""
 
     def of_bias(self, name: str, layer: Any) -> list[str]:
-        """The other linear layers that have the bias of a layer."""
-        names = [each for each in self.owners.get(id(layer.bias), ()) if each.endswith(".bias")]
-        others = [each.removesuffix(".bias") for each in names if each != f"{name}.bias"]
-        return [each for each in others if is_linear(self.model.get_submodule(each))]
+        """What else has the bias of a layer: the names of modules whose bias it is, and of other Parameters."""
+        is_packed = isinstance(layer, PackedLinear)
+        own, bias = (f"{name}_bias", layer.biases) if is_packed else (f"{name}.bias", layer.bias)
+        return [each.removesuffix(".bias") for each in self.owners.get(id(bias), ()) if each != own]
 
 
 def output_embeddings(model: nn.Module) -> Iterator[nn.Module]:

@@ -321,15 +321,25 @@ class SparseLinear(IndexedLayer):
 
     if TYPE_CHECKING:
 
-        def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor: ...
+        def __call__(
+            self, x: Tensor | None = None, residual: Tensor | None = None, *, input: Tensor | None = None
+        ) -> Tensor: ...
 
-    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor | None = None, residual: Tensor | None = None, *, input: Tensor | None = None
+    ) -> Tensor:
         """Return y [..., out_features], in the dtype of x or of torch.autocast.
 
         Args:
             x: [..., in_features].
             residual: [..., out_features], added after the activation.
+            input: x by the name that torch.nn.Linear has for it.
         """
+        if (x is None) == (input is None):
+            raise InvalidInput(
+                f"x is {arguments.shown(x)} and input {arguments.shown(input)}; give one of them"
+            )
+        x = cast(Tensor, input if x is None else x)
         pruned = self._parameters.get("pruned")
         if pruned is None or not torch.is_grad_enabled():
             return linear(x, self.weight, self.bias, self.activation, residual)

@@ -589,11 +589,3 @@ def test_inputs_that_hardly_vary_leave_moments_that_have_an_inverse(config: Any,
     (row,) = sk.prune(model, config, calibration=[x]).replaced
     assert (row.error_after or 0.0) < 1e-2  # by the bias
     assert (model(x).detach() - wanted).norm() < 1e-2 * wanted.norm()
-
-
-def test_layers_with_one_bias_stay_dense():
-    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
-    model.shift = model[2].bias = model[0].bias  # a fit for the one would be wrong for the other
-    report = sk.prune(model, sk.BlockSparse(16, 0.5), calibration=[torch.randn(99, 64)])
-    assert [row.name for row in report.replaced] == ["4"]
-    assert {row.why_not for row in report.skipped} == {"shares its bias with 0", "shares its bias with 2"}

@@ -439,7 +439,7 @@ def test_growing_takes_the_largest_gradients(activation: Any, wrapped: bool) -> 
     with sk.nn.dense_gradients(nn.Sequential(made)), sk.nn.dense_gradients(made):
         for i in range(2):  # two parts of a batch
             x, y = data(i)
-            functional.mse_loss(made(x, residual=residual), y).backward()
+            functional.mse_loss(made(residual=residual, input=x), y).backward()
             functional.mse_loss(act(functional.linear(x, dense, made.bias)) + residual, y).backward()
     assert not made._forward_hooks
     assert dense.grad is not None
