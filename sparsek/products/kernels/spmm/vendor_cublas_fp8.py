@@ -188,7 +188,8 @@ def _takes_rows(left: Tensor, right: Tensor) -> bool:
 @functools.cache
 def has_rows_on_a_cpu() -> bool:
     """Whether torch takes row scales on a CPU; torch 2.11 fails in an assertion of its own."""
-    x, scale = torch.zeros(UNIT, UNIT, dtype=torch.float8_e4m3fn), torch.ones(UNIT, 1)
+    x = torch.zeros(UNIT, UNIT, dtype=torch.float8_e4m3fn, device="cpu")
+    scale = torch.ones(UNIT, 1, dtype=torch.float32, device="cpu")
     try:
         torch._scaled_mm(x, x.mT, scale, scale.mT, out_dtype=torch.bfloat16)
     except RuntimeError:
