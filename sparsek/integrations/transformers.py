@@ -269,9 +269,10 @@ def sparsek_attention(
         dropout: Must be 0.
         scaling: The factor of the scores; D**-0.5 for None.
         is_causal: Whether the layer is causal; that of `module` for None.
-        **options: Further options of transformers. `softcap` caps scores, `s_aux` [Hq] are learned sinks. With `cache`,
-            the paged cache of continuous batching, query, key and value are the new tokens of all requests, B is 1,
-            and lengths are in `cu_seq_lens_q` and `cu_seq_lens_k`; the mask is not read, every request is causal.
+        **options: Further options of transformers. `softcap` caps scores, `s_aux` [Hq] are learned sinks. With `cache`
+            or `write_index`, of continuous batching, query, key and value are the new tokens of all requests (from
+            transformers 5.24 key and value may be all that are seen), B is 1, and lengths are in `cu_seq_lens_q` and
+            `cu_seq_lens_k`; the mask is not read, every request is causal.
             `block_indices` [B, Hkv, S, n], of MiniMax-M3, are the blocks of `indexer.block_size` keys that each query
             sees, -1 for none; beside masks other than causality and padding at the end they cost O(S^2).
 
@@ -283,7 +284,8 @@ def sparsek_attention(
     """
     if attention_mask is None:
         attention_mask = _every_key(module, query, key, options)
-    if autocasts() and options.get("cache") is None:
+    in_pages = options.get("cache") is not None or options.get("write_index") is not None
+    if autocasts() and not in_pages:
         query, key, value = follow_autocast(query, key, value)
     if isinstance(attention_mask, StepMask) and dropout == 0 and _is_plain(scaling, options):
         step_mask, blocks = attention_mask, options.get("block_indices")
@@ -303,14 +305,13 @@ def sparsek_attention(
         if options.get(name) is not None and options[name] is not False:
             raise InvalidInput(f'attn_implementation="{NAME}" does not have {what}; "eager" does')
     settings = {"scale": scaling, **_scores(options)}
-    if options.get("cache") is not None:
+    if in_pages:
         if options.get("block_indices") is not None:
             raise InvalidInput(
                 f'attn_implementation="{NAME}" does not take block_indices in continuous batching; "sdpa" does, or '
                 "call generate() for each batch"
             )
-        cache = options.pop("cache")
-        return paged(module, query, key, value, cache, options, settings), None
+        return paged(module, query, key, value, options, settings), None
     mask = _model_mask(module, query, key, attention_mask, is_causal, options)
     if options.get("cu_seq_lens_q") is not None and not mask.packed:
         raise InvalidInput(

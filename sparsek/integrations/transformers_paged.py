@@ -1,8 +1,8 @@
 """Attention over the paged caches of transformers' continuous batching: many requests in one batch item, flattened.
 
-The engine passes its cache and lengths as further options of the layer's call; `cache.update` stores the new keys and
-values. It either returns those of all requests, one behind the other, or, for decode, leaves them to the kernel, with
-a table of pages.
+The engine passes its cache and lengths as further options of the layer's call; `cache.update`, which from transformers
+5.24 the layer has called before, stores the new keys and values. It either returns those of all requests, one behind
+the other, or, for decode, leaves them to the kernel, with a table of pages.
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ def paged(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    cache: Any,
     options: Options,
     settings: Options,
 ) -> Tensor:
@@ -38,7 +37,8 @@ def paged(
 
     Causal in each request, its last query at its last key. `settings`: scale and other options of `attention`.
     """
-    if "kwargs" not in inspect.signature(cache.update).parameters:
+    cache = options.get("cache")
+    if cache is not None and "kwargs" not in inspect.signature(cache.update).parameters:
         raise InvalidInput(
             f"transformers {version('transformers')} passes paged caches in another way than the one known here, that "
             "of 5.23; use a newer one"
@@ -48,8 +48,11 @@ def paged(
             f"a paged cache goes with one batch item of all requests; query has {query.shape[0]}"
         )
     policy = _policy(module, options)
-    found = dict(options)
-    key, value = cache.update(key_states=key, value_states=value, layer_idx=module.layer_idx, kwargs=found)
+    found = {name: each for name, each in options.items() if name != "cache"}
+    if cache is not None:
+        key, value = cache.update(
+            key_states=key, value_states=value, layer_idx=module.layer_idx, kwargs=found
+        )
     if found.get("block_table") is not None:
         return _tabled(query, key, value, policy, found, settings)
     return _flat(query, key, value, policy, found, settings)

@@ -178,7 +178,7 @@ ALONE = {
     "Bloom": {"n_layer": 1, "n_head": 2, "hidden_size": 32},
     "Mpt": {"n_layers": 1, "n_heads": 2, "d_model": 32},
     "Falcon": {"num_hidden_layers": 1, "num_attention_heads": 2, "hidden_size": 32, "alibi": True},
-    "GPTJ": {"n_layer": 1, "n_head": 2, "n_embd": 32, "rotary_dim": 8},
+    "GPTNeoXJapanese": {"num_hidden_layers": 1, "num_attention_heads": 2, "hidden_size": 32},
     "XLNet": {"n_layer": 1, "n_head": 2, "d_model": 32, "d_inner": 32},
 }
 

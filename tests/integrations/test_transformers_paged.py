@@ -278,6 +278,19 @@ def test_one_token_for_each_request_and_a_table_of_pages(rule: str, stale: bool)
     assert torch.equal(v_view[at].transpose(0, 1), v[0, :, :3])
 
 
+@pytest.mark.parametrize("table", [False, True])
+def test_a_layer_may_have_stored_the_new_keys(table: bool):
+    """As those of transformers 5.24 do, which pass no cache."""
+    new = [1, 1, 1] if table else [3, 1, 18]
+    requests, keys, values = filled([20, 1, 40], new)
+    q, k, v = drawn(sum(new), 7)
+    want = expected(q, k, v, requests, keys, values)
+    asked = requests.options(table)
+    k, v = asked.pop("cache").update(k, v, 1, asked)
+    out = sparsek_attention(requests.module, q, k, v, None, **asked)[0]
+    torch.testing.assert_close(out, want.float(), rtol=0, atol=2e-6)
+
+
 def test_a_table_of_pages_is_for_one_token_of_each_request():
     requests = filled([20, 3], [2, 1])[0]
     with pytest.raises(InvalidInput, match="there are 3 tokens and 2 requests"):
