@@ -146,10 +146,7 @@ def attention(
     found, rule, options = made[0]
     q, k, v = follow_autocast(q, k, v)
     if rule is not None and found.how != "heads":
-        found = found.with_mask(whole_mask(rule, q, k, found))
-        if check:
-            agreed("the mask that sk.distributed.attention chose", groups, lambda: found._text)
-        rule = None
+        found, rule = _with_whole_mask(rule, q, k, found, groups if check else []), None
     out, lse = _attended(q, k, v, found, rule, options, groups if check and rule is not None else [])
     return (out, lse) if return_lse else out
 
@@ -247,6 +244,21 @@ def _checked(
         f"mask {chosen} in {plan._text}"
     )
     return text, MeshOptions(call.scale, pieces, exact, softcap, slopes, sinks)
+
+
+def _with_whole_mask(rule: MaskRule, q: Tensor, k: Tensor, plan: MeshPlan, groups: list[Any]) -> MeshPlan:
+    """The plan of the mask that a rule chooses now. `groups`: those whose ranks must have chosen the same."""
+    found: list[MeshPlan] = []
+
+    def choose() -> str:
+        found.append(plan.with_mask(whole_mask(rule, q, k, plan)))
+        return found[0]._text
+
+    if groups:
+        agreed("the mask that sk.distributed.attention chose", groups, choose)
+    else:
+        choose()
+    return found[0]
 
 
 def _shape(x: Tensor) -> list[Any]:
