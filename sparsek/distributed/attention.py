@@ -24,7 +24,13 @@ from sparsek.distributed.heads import by_heads
 from sparsek.distributed.pieces import at_ends, refuse_ends
 from sparsek.distributed.plan import MeshPlan, once
 from sparsek.distributed.planning import groups_of, plan_here
-from sparsek.distributed.selection import checked_rule, lists_at_ends, of_length, whole_mask
+from sparsek.distributed.selection import (
+    checked_rule,
+    lists_at_ends,
+    of_length,
+    of_whole_sequence,
+    whole_mask,
+)
 
 NAME = "sk.distributed.attention"
 
@@ -145,7 +151,7 @@ def attention(
         checks()
     found, rule, options = made[0]
     q, k, v = follow_autocast(q, k, v)
-    if rule is not None and found.how != "heads":
+    if rule is not None and of_whole_sequence(rule, q, k, found):
         found, rule = _with_whole_mask(rule, q, k, found, groups if check else []), None
     out, lse = _attended(q, k, v, found, rule, options, groups if check and rule is not None else [])
     return (out, lse) if return_lse else out

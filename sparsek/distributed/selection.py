@@ -25,6 +25,11 @@ def checked_rule(rule: Any, q: Tensor, k: Tensor, plan: MeshPlan) -> str:
                 f'mask is {rule.label}, which chooses from whole rows of q and k; plan with how="heads", or take '
                 "MaskPolicy(topk=...)"
             )
+        if plan.how == "heads" and rule.by_token and splits_groups(q, k, plan):
+            raise InvalidInput(
+                f"mask is {rule.label}, which chooses for all heads of q that share a head of k, and there are "
+                f"{k.shape[1]} of k for {plan.ranks} ranks; take at most {k.shape[1]} ranks for heads"
+            )
         return f"{rule.label}, blocks of {getattr(rule, 'block', None)}"
     batch, heads, queries, n = rule.indices.shape
     if batch not in (1, q.shape[0]) or heads not in (1, k.shape[1], q.shape[1]) or queries != q.shape[2]:
@@ -39,9 +44,19 @@ def checked_rule(rule: Any, q: Tensor, k: Tensor, plan: MeshPlan) -> str:
     return f"{rule.label} in {rule.indices.dtype}, batch {batch}, heads {heads}, {n} entries, {counts} counts"
 
 
+def splits_groups(q: Tensor, k: Tensor, plan: MeshPlan) -> bool:
+    """Whether heads of q that share a head of k are on several ranks by "heads"."""
+    return q.shape[1] > k.shape[1] < plan.ranks
+
+
+def of_whole_sequence(rule: Any, q: Tensor, k: Tensor, plan: MeshPlan) -> bool:
+    """Whether a rule's mask must be made from all ranks' rows: top-k policies use the mean of the heads of a group."""
+    return plan.how != "heads" or (isinstance(rule, MaskPolicy) and splits_groups(q, k, plan))
+
+
 @torch.no_grad()
 def whole_mask(rule: Any, q: Tensor, k: Tensor, plan: MeshPlan) -> BlockMask:
-    """The mask of the whole sequence, on every rank, of a rule that `checked_rule` takes by "gather" or "both".
+    """The mask of the whole sequence, on every rank, of TokenLists or a MaskPolicy.
 
     Ranks exchange lists, or means of tiles of queries and of blocks of keys.
     """

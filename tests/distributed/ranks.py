@@ -46,7 +46,8 @@ def run_ranks(ranks: int, work: Callable[..., Any], *args: Any) -> list[Any]:
         wrong = [path.with_suffix(".txt").read_text() for path in found if path.with_suffix(".txt").exists()]
         for each in started:
             each.kill()
-        assert all(path.exists() for path in found), "\n".join(wrong) or "a rank did not end"
+        assert not wrong, "\n".join(wrong)
+        assert all(path.exists() for path in found), "a rank did not end"
         return [torch.load(path, weights_only=False) for path in found]
 
 

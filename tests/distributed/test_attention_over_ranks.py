@@ -167,6 +167,7 @@ CASES = [  # mask, way, with sinks, heads; and the ranks of a part of the world
     ("lists with a window", "heads", False, (4, 2), 3),
     ("topk", "gather", False, (4, 2), 4),
     ("topk", "both", True, (4, 2), 4),
+    ("topk", "heads", False, (6, 2), 3),  # heads of q that share a head of k on several ranks
     ("policy", "heads", False, (4, 2), 4),
     ("rule of tokens", "heads", False, (4, 2), 2),
 ]
@@ -196,6 +197,7 @@ def _faults(rank: int, mesh: Any) -> dict[str, Any]:
         return torch.autograd.grad(d.attention(*x, plan).sum(), x, create_graph=True)
 
     lists = sk.TokenLists(_lists().indices[:, :, :5], 64)
+    tokens = d.plan(made["rule of tokens"], world, "heads", length=N)
     by_heads = d.plan(made["policy"], world, "heads", length=320)
     odd_head = torch.randn(3, 1, 4, 128, 8, dtype=torch.float64)
     odd_head[0, :, 3] = math.nan
@@ -213,6 +215,9 @@ def _faults(rank: int, mesh: Any) -> dict[str, Any]:
         "other mask": lambda: d.attention(q, k, v, made["map" if odd else "causal"], mesh=world),
         "lists": lambda: d.attention(q, k, v, lists, plan=plan),
         "rule by gather": lambda: d.attention(q, k, v, made["policy"], plan=plan),
+        "rule of split groups": lambda: d.attention(
+            *([d.shard_sequence(x, tokens) for x in operands(N, N)[:3]]), tokens
+        ),
         "slopes by gather": lambda: attend(q, k, v, alibi_slopes=torch.ones(4)),
         "exact ends": lambda: d.attention(q, k, v, made["members"], plan=plan, exact=True),
         "vmap": lambda: torch.func.vmap(lambda x: attend(x, k, v))(torch.stack((q, q))),
@@ -345,6 +350,7 @@ ON_ALL = {  # what every rank hears, and what the odd one
     "other mask": "rank 2 has 128 queries and 128 keys",
     "lists": "sk.distributed.shard_sequence(indices, plan)",
     "rule by gather": 'plan with how="heads"',
+    "rule of split groups": "take at most 2 ranks for heads",
     "slopes by gather": 'plan with how="heads"',
     "exact ends": "its window and sinks are counted from the ends",
     "vmap": "does not go through torch.func",
