@@ -13,6 +13,7 @@ from sparsek.distributed.plan import MeshPlan
 from sparsek.distributed.planning import plan
 from sparsek.distributed.sequence import positions, shard_sequence, unshard_sequence
 from sparsek.distributed.simulate import Simulated, simulate
+from sparsek.distributed.states import full_state_dict, load_full_state_dict
 from sparsek.distributed.styles import ColwiseSparse, ExpertsSparse, GatedSparse, RowwiseSparse
 from sparsek.nn.agreement import check_patterns
 
@@ -25,6 +26,8 @@ __all__ = [
     "Simulated",
     "attention",
     "check_patterns",
+    "full_state_dict",
+    "load_full_state_dict",
     "plan",
     "positions",
     "shard_sequence",

@@ -34,6 +34,7 @@ from sparsek.products.ops.linear import linear
 from sparsek.products.ops.spmm import finished
 
 Side: TypeAlias = Literal["rows", "columns"]
+PARTS = "parts"  # a buffer
 
 
 class Split(NamedTuple):
@@ -171,7 +172,7 @@ class ParallelLinear(Fitted):
         split: Split = own._split
         tensors = {**own._parameters, **own._buffers}
         with torch.no_grad():
-            parts = {x: _joined(own, x, _full(each)) for x, each in tensors.items() if is_split(each)}
+            parts = {x: whole_of(own, x, full(each)) for x, each in tensors.items() if is_split(each)}
             scale = own._buffers.get("scale")
             values = parts[own._stored]
             weight = own._matrix(own.pattern, values, scale, parts.get("metadata"))
@@ -207,9 +208,9 @@ class ParallelLinear(Fitted):
         own: Any = self
         made = dict(unguarded(state_dict, prefix))
         try:
-            parts = made.get(prefix + "parts")
+            parts = made.get(prefix + PARTS)
             if parts is None:
-                made[prefix + "parts"] = _parts_of(own, "cpu")
+                made[prefix + PARTS] = _parts_of(own, "cpu")
             else:
                 _check_parts(own, parts)
             for name, now in {**own._parameters, **own._buffers}.items():
@@ -253,23 +254,40 @@ def _loadable(layer: Any, name: str, now: Any, given: Tensor, whole: bool) -> Te
         return given
     if not is_split(now):
         return given
-    dim, along, counts = _shares(layer, name)
-    sizes = [*now.shape]
-    if whole:
-        if along != dim:
-            sizes[along] //= len(counts)
-        sizes[dim] = sum(counts)
+    if not whole:
+        _check_sizes(name, given, [*now.shape])
         if is_split(given):
-            raise InvalidInput(f"{name} are sharded, and of no split layer; load {name}.full_tensor()")
+            return given
+        if now.placements[-1].is_replicate():
+            return _sharded(layer, given.detach(), Replicate())
+        _, along, counts = _shares(layer, name)
+        return _sharded(layer, given.detach().chunk(len(counts), along)[layer._split.rank], Shard(along))
+    if is_split(given):
+        raise InvalidInput(f"{name} are sharded, and of no split layer; load {name}.full_tensor()")
+    return shard_like(layer, name, given, now)
+
+
+def _check_sizes(name: str, given: Tensor, sizes: list[int]) -> None:
     if [*given.shape] != sizes:
         raise InvalidInput(f"{name} are {list(given.shape)}; this layer takes {sizes}")
-    if is_split(given):
-        return given
-    if whole:
-        return _distributed(layer, name, given.detach())
-    if now.placements[0].is_replicate():
-        return _sharded(layer, given.detach(), Replicate())
-    return _sharded(layer, given.detach().chunk(len(counts), along)[layer._split.rank], Shard(along))
+
+
+def shard_like(layer: Any, name: str, whole: Tensor, like: Any) -> Any:
+    """The DTensor of a tensor of one process, in the layout of `like`, which FSDP2 may have sharded too."""
+    dim, along, counts = _shares(layer, name)
+    sizes = [*like.shape]
+    if along != dim:
+        sizes[along] //= len(counts)
+    sizes[dim] = sum(counts)
+    _check_sizes(name, whole, sizes)
+    made, mesh = _distributed(layer, name, whole.detach()), like.device_mesh
+    if mesh.ndim == 1:
+        return made
+    if mesh.ndim > 2:
+        raise InvalidInput(f"{name} lie on {mesh}; there may be one dimension beside that of the split")
+    parts, rank = made.to_local().chunk(mesh.size(0)), mesh.get_local_rank(0)
+    own = parts[rank] if rank < len(parts) else parts[0][:0]
+    return _wrapped(own.contiguous(), mesh, like.placements, like.shape)
 
 
 @torch.no_grad()
@@ -292,7 +310,7 @@ def split_layer(layer: Any, split: Split, source: int | None) -> None:
             layer._parameters[name] = nn.Parameter(made, learns[name])
         else:
             layer._buffers[name] = made
-    layer.register_buffer("parts", _parts_of(layer, tensors[layer._stored].device))
+    layer.register_buffer(PARTS, _parts_of(layer, tensors[layer._stored].device))
     _ = layer.pattern  # notes the new Parameter
 
 
@@ -361,7 +379,7 @@ def _taken(x: Tensor, rows: Tensor) -> Tensor:
     return raw.index_select(0, rows).view(x.dtype)
 
 
-def _full(x: Any) -> Tensor:
+def full(x: Any) -> Tensor:
     """The whole of a DTensor, in FP8 too, which gloo does not know."""
     if x.element_size() > 1:
         return x.full_tensor()
@@ -369,9 +387,12 @@ def _full(x: Any) -> Tensor:
     return raw.full_tensor().view(x.dtype)
 
 
-def _joined(layer: Any, name: str, whole: Tensor) -> Tensor:
+def whole_of(layer: Any, name: str, whole: Tensor) -> Tensor:
     """The tensor of one process, of the shards of all ranks beside each other."""
     split: Split = layer._split
+    held = layer._buffers.get(name) if name in layer._buffers else layer._parameters[name]
+    if whole.shape != held.shape:
+        raise InvalidInput(f"a tensor for {name} is {list(whole.shape)}, and they are {list(held.shape)}")
     if name == "bias" and split.side == "columns":
         return whole.clone()
     dim, along, counts = _shares(layer, name)

@@ -439,6 +439,48 @@ def state_dicts_of_other_splits_are_refused() -> None:
 
 
 @case
+def full_state_dicts_fit_any_number_of_ranks() -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    whole: Any = nn.Sequential(layer_of("bsr", 256, 64, activation="gelu"), layer_of("semi24", 64, 256))
+    torch.manual_seed(12)
+    x = torch.randn(8, 64, dtype=torch.float64)
+
+    def split(mesh: Any, sizes: Any = "even") -> Any:
+        made = copy.deepcopy(whole)
+        sk.distributed.ColwiseSparse(split=sizes)._apply(made[0], mesh)
+        sk.distributed.RowwiseSparse(split=sizes)._apply(made[1], mesh)
+        return made
+
+    def step(model: Any, optimizer: Any, rows: Any) -> None:
+        model(rows).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    both = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    first = split(meshes()[0])
+    sharded = split(both["tp"])
+    fully_shard(sharded, mesh=both["dp"])
+    own = torch.optim.AdamW(first.parameters(), 0.01)
+    step(first, own, x)
+    state = sk.distributed.full_state_dict(first, own)
+    one = torch.optim.AdamW(whole.parameters(), 0.01)
+    others = [copy.deepcopy(whole), split(meshes()[1], (128, 128)), sharded]
+    step(whole, one, x)
+    assert state["model"].keys() == whole.state_dict().keys()
+    for name, each in whole.state_dict().items():
+        near(state["model"][name], each)
+    step(whole, one, x)
+    for model, rows in zip(others, (x, x, x.chunk(2)[both["dp"].get_local_rank()]), strict=True):
+        optimizer = torch.optim.AdamW(model.parameters(), 0.01)
+        sk.distributed.load_full_state_dict(model, state, optimizer)
+        step(model, optimizer, rows)
+        near(model(x), whole(x))
+    raises("with model and optimizer", lambda: sk.distributed.load_full_state_dict(whole, {"model": {}}, one))
+
+
+@case
 def layers_on_meta_are_split_and_loaded() -> None:
     mesh = meshes()[1]
     for form in (("semi24", "bsr"), ("semi24_fp8", "bsr24"))[own_half()]:

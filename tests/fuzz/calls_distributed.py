@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import lru_cache
 from random import Random
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
@@ -66,6 +68,14 @@ def _split(style: Callable[..., Any]) -> Callable[[Random], Made]:
     return lambda random: (split, given)
 
 
+@lru_cache
+def trained() -> tuple[Any, Any, Any]:
+    """A model, its optimizer, and the state of both."""
+    model = sk.nn.BlockSparseLinear.random(64, 64, 32, 0.5)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, 0.9)
+    return model, optimizer, sk.distributed.full_state_dict(model, optimizer)
+
+
 PLACED = {"input_layouts": "none Shard", "output_layouts": "none Replicate", "split": "sequence"}
 d = sk.distributed
 CALLS: dict[str, Call] = {
@@ -106,6 +116,18 @@ CALLS: dict[str, Call] = {
     ),
     "distributed.ColwiseSparse": Call(_split(d.ColwiseSparse), PLACED),
     "distributed.RowwiseSparse": Call(_split(d.RowwiseSparse), PLACED),
+    "distributed.full_state_dict": Call(
+        lambda random: (d.full_state_dict, {"model": trained()[0], "optimizer": trained()[1]}),
+        {"optimizer": "none"},
+    ),
+    "distributed.load_full_state_dict": Call(
+        lambda random: (
+            d.load_full_state_dict,
+            {"model": trained()[0], "state": trained()[2], "optimizer": trained()[1]},
+        ),
+        {"optimizer": "none"},
+        errors=(RuntimeError,),  # as load_state_dict of torch
+    ),
     "distributed.check_patterns": Call(
         lambda random: (
             d.check_patterns,
