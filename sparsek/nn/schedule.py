@@ -332,5 +332,6 @@ def _renew(layers: list[Any]) -> None:
             RuntimeError
         ):  # not of the default process group: its next call raises, and names the cure
             wrapper.__setstate__(wrapper.__getstate__())
+            wrapper._static_graph_delay_allreduce_enqueued = False  # by the reducer of before
             for hook, state in wrapper._comm_hooks:
                 dist._register_comm_hook(wrapper.reducer, state, hook)

@@ -354,10 +354,11 @@ def test_values_that_begin_to_learn_after_they_were_wrapped_are_noticed(alone: N
                 wrapped(data(0)[0])
 
 
-@pytest.mark.parametrize("by", ["gradient", "random"])
-def test_a_schedule_trains_a_wrapped_model_as_a_plain_one(by: Any, alone: None) -> None:
+@pytest.mark.parametrize(("by", "is_static"), [("gradient", False), ("random", False), ("gradient", True)])
+def test_a_schedule_trains_a_wrapped_model_as_a_plain_one(by: Any, is_static: bool, alone: None) -> None:
     models: list[Any] = [nn.Sequential(layer(torch.ones(GRID, dtype=torch.bool))) for _ in range(2)]
-    for model, wrapped in zip(models, (DistributedDataParallel(models[0]), models[1]), strict=True):
+    first = DistributedDataParallel(models[0], static_graph=is_static)
+    for model, wrapped in zip(models, (first, models[1]), strict=True):
         schedule = sk.nn.PatternSchedule(
             model, end=5, every=1, keep=0.3, swapped=0.3, by=by, generator=torch.Generator().manual_seed(1)
         )
