@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import inspect
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
@@ -218,6 +219,27 @@ def check_rules(config: Any) -> None:
             )
 
 
+def asked(what: str, function: Any, layer: nn.Module, name: str) -> bool:
+    """What a function of a layer and its name returns, as a bool. Its own errors pass."""
+    try:
+        fits = inspect.signature(function, follow_wrapped=False).bind(layer, name)
+    except TypeError:
+        fits = None
+    except ValueError:  # of a builtin without a signature
+        fits = True
+    if fits is None or isinstance(function, type):
+        raise InvalidInput(
+            f"{what} is {arguments.shown(function)}; it must be a function of two arguments, (module, name)"
+        )
+    found = function(layer, name)
+    try:
+        return bool(found)
+    except (TypeError, ValueError, RuntimeError):
+        raise InvalidInput(
+            f"{what} returned {arguments.shown(found)} for {name!r}; it must return True or False"
+        ) from None
+
+
 def matches(rule: Rule, name: str, layer: nn.Module) -> bool:
     """Whether a glob matches the whole name of a layer, or it is of the type, or the predicate is true of it.
 
@@ -226,7 +248,7 @@ def matches(rule: Rule, name: str, layer: nn.Module) -> bool:
     if isinstance(rule, str):
         return fnmatch.fnmatchcase(name, rule)
     if not isinstance(rule, type):
-        return bool(rule(layer, name))
+        return asked("a predicate", rule, layer, name)
     return isinstance(layer, rule) or (isinstance(layer, PackedLinear) and isinstance(layer.experts, rule))
 
 

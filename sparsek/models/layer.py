@@ -22,6 +22,7 @@ from sparsek.models.config import (
     Float8,
     LayerConfig,
     SemiSparse,
+    asked,
     chosen_by,
     config_for,
     form_of,
@@ -331,7 +332,7 @@ def targets(
         if wanted is None:
             ruled = any(matches(rule, name, layer) for rule in config)
             why = "is left dense by its rule" if ruled else "no rule matches it"
-        elif not why and filter_fn is not None and not filter_fn(layer, name):
+        elif not why and filter_fn is not None and not asked("filter_fn", filter_fn, layer, name):
             why = "is left dense by filter_fn"
         if not why and not explicit and not any(stack.has(name) for stack in stacks):
             why = "is outside of the repeated blocks; a rule by its name prunes it"

@@ -21,6 +21,7 @@ from sparsek.models.config import (
     AUTO,
     LayerConfig,
     Rules,
+    asked,
     check_rules,
     chosen_by,
     config_for,
@@ -31,7 +32,18 @@ from sparsek.models.config import Auto as AutoConfig
 from sparsek.models.report import LayerRow, Measured, ModelReport, detail_of, picture_of
 from sparsek.models.stream import Batch, batches_of, device_of
 from sparsek.nn.experts import PackedLinear, packed_names, repacked, routes_of, why_no_packed_fit
-from sparsek.nn.replace import Facts, Origin, adopt, is_linear, is_packed, layer_of, shape_of, swap, weight_of
+from sparsek.nn.replace import (
+    Facts,
+    Origin,
+    adopt,
+    is_linear,
+    is_packed,
+    layer_of,
+    note,
+    shape_of,
+    swap,
+    weight_of,
+)
 from sparsek.nn.sparse import SparseLinear
 from sparsek.products.formats.base import check_finite
 from sparsek.products.formats.pattern import block_sides, grid_of
@@ -59,14 +71,14 @@ def sparsify_(
     """Make the linear layers of a model sparse, in place.
 
     Takes torch.nn.Linear, transformers' Conv1D, and packed experts, whose weights are one Parameter. Names, training
-    mode, requires_grad, forward and backward hooks, device and dtype stay; biases stay the same Parameters, and weights
+    mode, requires_grad, hooks of layers, attributes, device and dtype stay; biases stay the same Parameters, weights
     become new ones: make the optimizer afterwards, and wrap the model, for example in DistributedDataParallel,
     afterwards. Stored values are those of largest norm or magnitude. Until the last layer is made, the dense layers are
     in memory too. An error leaves the model as it was.
 
     The report has a row for every layer with a weight matrix, and for each Parameter of packed experts. Skipped are
-    tied weights, the output embedding unless a rule names it, weights with fewer than 2x2 blocks, and layers of any
-    other kind; their rows have the reason.
+    tied weights and those with hooks, the output embedding unless a rule names it, weights with fewer than 2x2 blocks,
+    and layers of any other kind; their rows have the reason.
 
     A gated MLP, act(gate(x)) * up(x), computes both layers in one fused product if both are sparse, while nothing
     learns and no hook looks at its parts.
@@ -132,7 +144,7 @@ def sparsify_(
         if name in wanted and choice is None:
             ruled = isinstance(config, Mapping) and any(matches(rule, name, layer) for rule in config)
             why = "is left dense by its rule" if ruled else "no rule matches it"
-        elif not why and filter_fn is not None and not filter_fn(layer, name):
+        elif not why and filter_fn is not None and not asked("filter_fn", filter_fn, layer, name):
             why = "is left dense by filter_fn"
         if choice == AUTO and not why and isinstance(layer, PackedLinear):
             why = auto.NO_EXPERTS
@@ -215,7 +227,8 @@ def densify_(model: nn.Module, filter_fn: Callable[[nn.Module, str], bool] | Non
         The names of the layers that became dense.
 
     Raises:
-        InvalidInput: For a layer with an activation of its own, which dense layers have not.
+        InvalidInput: For a layer with an activation of its own, which dense layers have not, and inside a
+            DistributedDataParallel.
 
     Examples:
         >>> model = torch.nn.Sequential(torch.nn.Linear(128, 256))
@@ -230,33 +243,43 @@ def densify_(model: nn.Module, filter_fn: Callable[[nn.Module, str], bool] | Non
     _check_model(model, filter_fn, "densify_")
     made: dict[str, Any] = {}
     of_layer: dict[int, Any] = {}
+    learning = [each.requires_grad for each in model.parameters()]
+    is_frozen = bool(learning) and not any(learning)
     for name, layer in model.named_modules(remove_duplicate=False):
-        if not isinstance(layer, SparseLinear) or (filter_fn is not None and not filter_fn(layer, name)):
+        if not isinstance(layer, SparseLinear):
+            continue
+        if filter_fn is not None and not asked("filter_fn", filter_fn, layer, name):
             continue
         if id(layer) not in of_layer:
-            dense: Any = dense_of(name, layer)
-            if is_packed(model, name):
-                dense = repacked(
-                    model.get_submodule(name.rpartition(".")[0]),
-                    dense.weight.detach(),
-                    dense.weight.requires_grad,
+            if layer._history.ranks() is not None:
+                raise InvalidInput(
+                    f"{name} is in a DistributedDataParallel, which keeps its old parameters: delete that first, or "
+                    "densify_ a copy, copy.deepcopy(model)"
                 )
+            dense: Any = dense_of(name, layer, is_frozen)
+            if is_packed(model, name):
+                weight, holder = dense.weight, model.get_submodule(name.rpartition(".")[0])
+                dense = repacked(holder, weight.detach(), weight.requires_grad)
+                note(dense, weight)
             of_layer[id(layer)] = dense
         made[name] = of_layer[id(layer)]
     swap(model, made)
     return list(made)
 
 
-def dense_of(name: str, layer: Any) -> nn.Module:
-    """The dense layer of a sparse one."""
+def dense_of(name: str, layer: Any, is_frozen: bool) -> nn.Module:
+    """The dense layer of a sparse one. A weight in FP8 learns if it did, unless its bias or the model was frozen."""
     if layer.activation is not None:
         raise InvalidInput(
             f"{name or 'the layer'} applies {layer.activation!r}, and dense layers have no activation: set its "
             "activation to None, and call it after the layer"
         )
     values = layer._parameters.get("values")
-    kind, learns = getattr(layer, "_origin", Origin(nn.Linear, True))
-    learns = learns if values is None else values.requires_grad
+    kind, learns, bias = getattr(layer, "_origin", Origin(nn.Linear, True))
+    if values is not None:
+        learns = values.requires_grad
+    elif is_frozen or (bias and layer.bias is not None and not layer.bias.requires_grad):
+        learns = False
     sizes = (layer.in_features, layer.out_features)
     if any(each.is_meta for each in (*layer.parameters(), *layer.buffers())):
         like = layer.values if values is not None else layer.to_dense()

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
 
 from sparsek.core.errors import InvalidInput
 from sparsek.nn.gated import Fitted, activation_of, may_fuse
@@ -114,6 +115,8 @@ def why_not_packed(layer: PackedLinear) -> str:
     experts, packed = layer.experts, layer.packed
     if "forward" in experts.__dict__:
         return f"is of {type(experts).__name__} with a forward of its own"
+    if is_parametrized(experts):
+        return f"is of {type(experts).__name__} with a parametrization; remove it first"
     if type(packed) is not nn.Parameter or type(packed.data) is not Tensor:
         return f"has a weight of class {type(packed).__name__}"
     return "is spread over processes" if getattr(experts, "_is_expert_parallel", False) else ""
@@ -184,6 +187,8 @@ class SparseExperts(Fitted):
     @staticmethod
     def fits(module: nn.Module, base: type[nn.Module]) -> bool:
         """Whether a module is packed experts with a sparse weight."""
+        if is_parametrized(module):
+            return False
         return any(isinstance(module._modules.get(name), SparseLinear) for name in packed_names(module))
 
     def __setattr__(self, name: str, value: Any) -> None:

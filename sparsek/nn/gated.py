@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.modules import module as of_torch
+from torch.nn.utils.parametrize import is_parametrized
 
 from sparsek.core import tracing
 from sparsek.engine.call import transforms
@@ -90,7 +91,7 @@ class GatedMLP(Fitted):
     def fits(module: nn.Module, base: type[nn.Module]) -> bool:
         """Whether the forward of a module of class `base` is a gated product of layers that are both sparse."""
         form = gated_forward(base.forward)
-        pair = () if form is None else (form.gate, form.up)
+        pair = () if form is None or is_parametrized(module) else (form.gate, form.up)
         return bool(pair) and all(isinstance(module._modules.get(each), SparseLinear) for each in pair)
 
     def forward(self, *args: Any, **options: Any) -> Any:

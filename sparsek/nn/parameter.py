@@ -337,16 +337,21 @@ def note_learning(layer: Any) -> None:
         return
     wrapper: Any = DistributedDataParallel._get_active_ddp_module()
     values = layer._parameters.get("values")
-    if wrapper is None or values is None:
+    if wrapper is None:
         return
-    if not values.requires_grad or wrapper._use_python_reducer or untransformed(lambda: _is_held(values)):
+    if (
+        values is None
+        or not values.requires_grad
+        or wrapper._use_python_reducer
+        or untransformed(lambda: _is_held(values))
+    ):
         history.wrapper, history.settled = weakref.ref(wrapper), True
         return
     ignored = wrapper.parameters_to_ignore
     if any(x is values and name not in ignored for name, x in wrapper.module.named_parameters()):
         raise InvalidInput(
-            "DistributedDataParallel would not average the gradient of a BlockSparseLinear: since it was made, the "
-            "pattern has another number of blocks, or requires_grad was set; make a new one of the model, "
+            "DistributedDataParallel would not average the gradient of a sparse layer: since it was made, the layer "
+            "has another number of blocks or became sparse, or requires_grad was set; make a new one of the model, "
             "DistributedDataParallel(model.module), and give every rank the same pattern"
         )
     history.settled = True

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Iterator, Mapping
+from types import MethodType
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
+from sparsek.core.errors import InvalidInput
 from sparsek.nn.experts import PackedLinear, SparseExperts, packed_names, why_not_packed
 from sparsek.nn.gated import GatedMLP, fitted_class
+from sparsek.nn.parameter import PLAIN
 from sparsek.nn.sparse import SparseLinear
 
 HOOKS = (
@@ -21,14 +26,26 @@ HOOKS = (
     "_forward_hooks_always_called",
     "_forward_pre_hooks",
     "_forward_pre_hooks_with_kwargs",
+    "_state_dict_hooks",
+    "_state_dict_pre_hooks",
+    "_load_state_dict_pre_hooks",
+    "_load_state_dict_post_hooks",
 )
+CALLS = ("__call__", "_wrapped_call_impl", "_call_impl")
+# Attributes of linear layers, dense and sparse ones; all others are their users'.
+OWN = {*HOOKS, *nn.Module().__dict__, "_compiled_call_impl", "in_features", "out_features", "nf", "nx"} | {
+    *("activation", "_origin", "_kind", "_stored", "_scaled", "_fast_accum", "_block", "_dtype", "_decay"),
+    *("_seen", "_history", "_checked"),
+}
+TENSORS = {"values", "codes", "scale", "metadata", "indptr", "indices", "pruned"}  # of sparse layers
 
 
 class Origin(NamedTuple):
-    """What a sparse layer was: its class, torch.nn.Linear or Conv1D, and whether its weight learns."""
+    """What a sparse layer was: its class, torch.nn.Linear or Conv1D, and whether its weight and bias learned."""
 
     kind: type[nn.Module]
     learns: bool
+    bias: bool = False
 
 
 class Facts:
@@ -36,9 +53,9 @@ class Facts:
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
-        self.owners: dict[int, list[str]] = {}
+        self.owners: dict[int, list[tuple[str, Any]]] = {}
         for name, parameter in model.named_parameters(remove_duplicate=False):
-            self.owners.setdefault(id(parameter), []).append(name)
+            self.owners.setdefault(_memory(parameter)[0], []).append((name, parameter))
         self.heads = {id(each) for each in output_embeddings(model)}
 
     def why_not(self, name: str, layer: Any, is_named: bool) -> str:
@@ -49,19 +66,25 @@ class Facts:
         if not is_linear(layer):
             return f"is no linear layer, but of {kind}"
         if isinstance(layer, PackedLinear):
-            shared = [each for each in self.owners[id(layer.packed)] if each != name]
-            return why_not_packed(layer) or (f"shares its weight with {shared[0]}" if shared else "")
+            return why_not_packed(layer) or self._why_not_weight(name, layer.packed)
         if not _is_plain_forward(layer):
             return f"is of {kind} with a forward of its own"
+        if any(getattr(type(layer), each) is not getattr(nn.Module, each) for each in CALLS) or (
+            layer.__dict__.keys() & set(CALLS)
+        ):
+            return f"is of {kind} with a call of its own"
         weight = layer._parameters.get("weight")
         others = layer._parameters.keys() - {"weight", "bias"} or layer._modules or layer._buffers
         if weight is None or others or "bias" not in layer._parameters:
             return "computes its weight from other tensors; remove the parametrization first"
         if type(weight) is not nn.Parameter or type(weight.data) is not Tensor:
             return f"has a weight of class {type(weight).__name__}"
-        shared = [each for each in self.owners[id(weight)] if each != f"{name}.weight"]
-        if shared:
-            return f"shares its weight with {shared[0].removesuffix('.weight')}"
+        for each in layer.__dict__.keys() - OWN:
+            if each in TENSORS or hasattr(SparseLinear.form_of_bsr, each):
+                return f"has an attribute {each!r} of its own, a name that sparse layers use"
+        why = self._why_not_weight(f"{name}.weight", weight)
+        if why:
+            return why
         if id(layer) in self.heads and not is_named:
             return "is the output embedding; a rule by its name takes it"
         parent = self.model.get_submodule(name.rpartition(".")[0])
@@ -69,11 +92,29 @@ class Facts:
             return "has a weight that torch.nn.MultiheadAttention reads without a call"
         return ""
 
+    def sharing(self, name: str, parameter: Tensor | None) -> list[str]:
+        """The names of the other Parameters that are this one, or are in its memory."""
+        if parameter is None:
+            return []
+        storage, begin, end = _memory(parameter)
+        others = ((each, _memory(other)) for each, other in self.owners.get(storage, ()) if each != name)
+        return [each for each, (_, first, last) in others if first < end and begin < last]
+
+    def _why_not_weight(self, name: str, weight: Any) -> str:
+        """Why a Parameter cannot give way to a sparse weight; "" if it can."""
+        shared = self.sharing(name, weight)
+        if shared:
+            return f"shares its weight with {shared[0].removesuffix('.weight')}"
+        if weight._backward_hooks or getattr(weight, "_post_accumulate_grad_hooks", None):
+            return "has a weight with hooks, which see its dense gradient; remove them first"
+        parts = [each for each, part in _noted(weight).items() if isinstance(part, Tensor)]
+        return f"has a weight with a tensor as its attribute {parts[0]!r}" if parts else ""
+
     def of_bias(self, name: str, layer: Any) -> list[str]:
         """What else has the bias of a layer: the names of modules whose bias it is, and of other Parameters."""
         is_packed = isinstance(layer, PackedLinear)
         own, bias = (f"{name}_bias", layer.biases) if is_packed else (f"{name}.bias", layer.bias)
-        return [each.removesuffix(".bias") for each in self.owners.get(id(bias), ()) if each != own]
+        return [each.removesuffix(".bias") for each in self.sharing(own, bias)]
 
 
 def output_embeddings(model: nn.Module) -> Iterator[nn.Module]:
@@ -89,18 +130,25 @@ def output_embeddings(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def adopt(new: Any, old: Any, origin: type[nn.Module] | None = nn.Linear) -> Any:
-    """Give a layer the bias, mode and hooks of the one whose place it takes."""
+    """Give a layer the bias, mode and hooks of the one whose place it takes, and what its users added to it."""
     if old.bias is not None:
         new.bias = old.bias
     if origin is not None:
         learns = old.weight.requires_grad
-        new._origin = Origin(_conv1d() if is_conv1d(old) else origin, learns)  # type: ignore[arg-type]
+        kind: Any = _conv1d() if is_conv1d(old) else origin
+        new._origin = Origin(kind, learns, old.bias is not None and old.bias.requires_grad)
         for name, parameter in new.named_parameters():
             if name != "bias":
                 parameter.requires_grad_(learns)
     for name in HOOKS:
         if name in old.__dict__:
             new.__dict__[name] = old.__dict__[name]  # the same dict: handles of hooks still remove them
+    if not isinstance(old, PackedLinear):
+        for name, each in old.__dict__.items():
+            if name not in OWN:
+                bound = isinstance(each, MethodType) and each.__self__ is old
+                new.__dict__[name] = MethodType(each.__func__, new) if bound else each
+    note(stored_in(new), stored_in(old))
     return new.train(old.training)
 
 
@@ -119,15 +167,21 @@ def swap(model: nn.Module, made: Mapping[str, nn.Module | nn.Parameter]) -> dict
             if old is not None and not isinstance(layer, nn.Parameter):
                 del holder._parameters[own]
             setattr(holder, own, layer)
+        for holder, _, _ in done:
+            _fit(holder)
     except BaseException:
         for holder, own, layer in done:
             places: Any = (holder._parameters, holder._modules)
             here, other = places if isinstance(layer, nn.Parameter) else places[::-1]
             other.pop(own, None)
             here[own] = layer
+        for holder, _, _ in done:
+            _fit(holder)
         raise
-    for holder, _, _ in done:
-        _fit(holder)
+    for layer in made.values():
+        for hook in () if isinstance(layer, nn.Parameter) else layer._load_state_dict_pre_hooks.values():
+            if getattr(hook, "with_module", False):
+                hook.module = weakref.ref(layer)
     return {name: old for name, (_, _, old) in zip(made, done, strict=True)}
 
 
@@ -138,8 +192,13 @@ def _fit(module: Any) -> None:
     if (kind is not None and now is not fitted_class(kind, base)) or "forward" in module.__dict__:
         return  # of FSDP2, whose classes stay
     wanted = next((each for each in (GatedMLP, SparseExperts) if each.fits(module, base)), None)
-    if wanted is not kind:
+    if wanted is kind:
+        return
+    try:
         module.__class__ = base if wanted is None else fitted_class(wanted, base)
+    except Exception as error:  # of a class that takes no subclass, or no other class for its objects
+        if wanted is SparseExperts:  # a gated MLP computes the same as it is
+            raise InvalidInput(f"experts of {base.__name__} cannot be sparse: {error}") from error
 
 
 def layer_of(model: nn.Module, name: str) -> Any:
@@ -194,6 +253,33 @@ def shape_of(layer: Any) -> tuple[int, ...]:
     if is_conv1d(layer):
         return tuple(layer.weight.shape[::-1])
     return tuple(max((each.shape for each in layer._parameters.values() if each is not None), key=len))
+
+
+def stored_in(layer: Any) -> Any:
+    """The tensor with the stored values of a layer."""
+    if isinstance(layer, PackedLinear):
+        return layer.packed
+    return getattr(layer, layer._stored) if isinstance(layer, SparseLinear) else layer.weight
+
+
+def note(new: Any, old: Any) -> None:
+    """Give a weight the attributes that users added to another one, for example for an optimizer."""
+    new.__dict__.update(_noted(old))
+
+
+def _noted(weight: Any) -> dict[str, Any]:
+    own = weight.__dict__ if type(weight) in PLAIN else {}
+    return {name: each for name, each in own.items() if not name.startswith("_dynamo")}
+
+
+def _memory(x: Any) -> tuple[int, int, int]:
+    """What identifies the storage of a Parameter, and where in it begins and ends what it has, in bytes."""
+    plain = type(x) in PLAIN and type(x.data) is Tensor and x.layout is torch.strided
+    storage = x.untyped_storage().data_ptr() if plain else 0
+    if not storage or not x.numel():
+        return id(x), 0, 1
+    begin = x.data_ptr() - storage
+    return storage, begin, begin + (x.numel() * x.element_size() if x.is_contiguous() else 1)
 
 
 def weight_of(layer: Any) -> Tensor:

@@ -31,6 +31,7 @@ from sparsek.nn.parameter import (
     bounds,
     draw,
     follow,
+    note_learning,
 )
 from sparsek.nn.pruned import StraightThrough, choose_again, keep_pruned
 from sparsek.products.formats.bsr import BSR
@@ -237,8 +238,8 @@ class SparseLinear(IndexedLayer):
             return self._matrix(pattern, cast(Tensor, values), *rest)
         history, buffers = self._history, self._buffers
         history.calls += 1
-        if not history.learns and torch.is_grad_enabled():
-            history.learns = True
+        if not history.settled and torch.is_grad_enabled():
+            note_learning(self)
         values = self._own_values(pattern)
         scale, meta = buffers.get("scale"), buffers.get("metadata")
         of_scale, of_meta = self._checked

@@ -18,6 +18,7 @@ import sparsek as sk
 from sparsek.core.errors import InvalidInput
 from sparsek.nn import SparseLinear
 from tests.house.tools import need
+from tests.models.test_gated_experts import HALF, Gated, mixtral
 
 FORMS = (sk.BlockSparse(block=16, keep=0.5), sk.SemiSparse(), sk.Float8(sk.SemiSparse()))
 each_form = pytest.mark.parametrize("form", FORMS, ids=str)
@@ -194,3 +195,28 @@ def test_hooks_of_diffusers_offload_and_cast(form: Any) -> None:
     model = sparse(form)
     hooks.apply_layerwise_casting(model[:2], storage_dtype=torch.bfloat16, compute_dtype=torch.float32)
     torch.testing.assert_close(model(X), expected)
+
+
+class Doubled(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 2 * x
+
+
+def test_parametrized_modules_keep_their_class() -> None:
+    made: Any = Gated(nn.SiLU())
+    x = torch.randn(4, 32)
+    made.factor = nn.Parameter(torch.ones(()))
+    parametrize.register_parametrization(made, "factor", Doubled())
+    sk.sparsify_(made, HALF)
+    parametrize.remove_parametrizations(made, "factor")
+    assert type(made) is Gated
+    with torch.no_grad():
+        y = made(x)
+        sk.densify_(made)
+        torch.testing.assert_close(made(x), y)
+    model = mixtral()
+    experts = model.model.layers[0].mlp.experts
+    experts.factor = nn.Parameter(torch.ones(()))
+    parametrize.register_parametrization(experts, "factor", Doubled())
+    skipped = sk.sparsify_(model, {"*experts*": HALF, "*": None}).skipped
+    assert sum("parametrization; remove it first" in row.why_not for row in skipped) == 2

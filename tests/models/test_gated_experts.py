@@ -285,6 +285,22 @@ def test_forwards_that_compute_something_else_are_left_alone(kind: type[Gated], 
     assert not fusions
 
 
+class Sealed(Gated):
+    """It takes no subclass."""
+
+    def __init_subclass__(cls) -> None:
+        raise RuntimeError("no subclass")
+
+
+def test_a_gated_mlp_whose_class_stays_computes_both_products(fusions: list[str]) -> None:
+    model = mlp(Sealed)
+    assert type(model[0]) is Sealed
+    with torch.no_grad():
+        model(torch.randn(4, 32))
+    assert not fusions
+    assert len(sk.densify_(model)) == 3
+
+
 def test_a_fused_product_is_in_the_graph_of_a_compiled_mlp(fusions: list[str]) -> None:
     model, x = mlp(), torch.randn(5, 32)
     with torch.no_grad():
@@ -363,6 +379,19 @@ def test_one_weight_of_experts_may_stay_dense_and_rules_choose_by_type() -> None
     assert report.replaced[0].speed is not None
     assert report.html().count("<figure>") == 1
     torch.testing.assert_close(model(WORDS).logits, right)
+
+
+def test_experts_whose_class_stays_leave_the_model_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = mixtral()
+    experts, linear = model.model.layers[0].mlp.experts, model.model.layers[0].self_attn.q_proj
+    with monkeypatch.context() as patched:
+        patched.setattr(
+            "sparsek.nn.replace.fitted_class", lambda kind, base: type(base.__name__, (int, base), {})
+        )
+        with pytest.raises(InvalidInput, match="MixtralExperts cannot be sparse"):
+            sk.sparsify_(model, HALF)
+    assert model.model.layers[0].self_attn.q_proj is linear
+    assert [name for name, _ in experts.named_parameters()] == ["gate_up_proj", "down_proj"]
 
 
 def test_experts_whose_rows_are_no_whole_blocks_are_skipped() -> None:

@@ -1,4 +1,4 @@
-"""Reports of whole models: the page with its pictures, and measured times."""
+"""Reports of whole models: the page with its pictures, measured times, and what the planner picks."""
 
 import copy
 import re
@@ -12,6 +12,7 @@ from torch import nn
 
 import sparsek as sk
 from sparsek.core.errors import InvalidInput
+from sparsek.products.ops import choose
 
 HALF = sk.BlockSparse(block=32, keep=0.5)
 
@@ -85,3 +86,44 @@ def test_a_model_is_measured_on_a_batch_beside_the_dense_one() -> None:
     assert model.training
     assert model[1].training
     assert not any(modes)
+
+
+def wide() -> Any:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(256, 512), nn.ReLU(), nn.Linear(512, 256), nn.Linear(256, 8))
+
+
+def test_the_planner_picks_the_fastest_form_within_an_error() -> None:
+    model: Any = wide()
+    options: Any = {"card": "h200", "tokens": 65536}
+    report = sk.sparsify_(model, "auto", max_error=0.5, **options)
+    assert [row.name for row in report.replaced] == ["0", "2"]
+    for row in report.replaced:
+        assert f"within an error of 0.5: {row.speed:.2f}x at an error of {row.error:.3g}" in row.why
+        weight = wide()[int(row.name)].weight.detach()
+        alone = choose.choose_format((65536, weight.shape[1]), weight, max_error=0.5, device="h200").choice
+        assert alone.name == row.format
+        assert alone.error == pytest.approx(row.error, rel=0.1)
+        assert isinstance(model[int(row.name)], sk.nn.SparseLinear)
+    assert report.rows[2].why_not == "no form is predicted to be faster on NVIDIA H200"
+    close = sk.sparsify_(wide(), "auto", max_error=0.001, **options)
+    assert not close.replaced
+    assert "no faster form is within an error of 0.001; dense fp8, " in close.rows[0].why_not
+
+
+def test_the_planner_reaches_a_speed_with_small_errors() -> None:
+    losses = []
+    for speedup in (1.2, 1.6):
+        report = sk.sparsify_(wide(), "auto", speedup=speedup, card="h200", tokens=65536)
+        assert (report.speed or 0) > speedup * 0.98  # of which layers that stay dense are no part
+        losses.append(sum(row.error or 0 for row in report.replaced))
+    assert 0 < losses[0] < losses[1]
+    rules: Any = {"0": "auto", "2": HALF}
+    mixed = sk.sparsify_(wide(), rules, max_error=0.05, card="h200", tokens=65536)
+    assert [row.format for row in mixed.rows] == ["dense fp8", "BSR 32 50 %", ""]
+    with pytest.raises(InvalidInput, match=r"speedup=50 is out of reach: .* predicted at \d"):
+        sk.sparsify_(wide(), "auto", speedup=50, card="h200", tokens=65536)
+    with pytest.raises(InvalidInput, match='max_error is for the config "auto"'):
+        sk.sparsify_(wide(), HALF, max_error=0.5)
+    with pytest.raises(InvalidInput, match="0 is on the meta device"):
+        sk.sparsify_(wide().to("meta"), "auto", max_error=0.5)

@@ -15,7 +15,6 @@ import sparsek as sk
 from sparsek.core.errors import InvalidInput
 from sparsek.models.config import BlockSparse as Config
 from sparsek.nn import BlockSparseLinear
-from sparsek.products.ops import choose
 from tests.house.tools import need
 
 HALF = sk.BlockSparse(block=32, keep=0.5)
@@ -220,6 +219,30 @@ class Renamed(nn.Linear):
     """A subclass that computes as its base does."""
 
 
+class OwnCall(nn.Linear):
+    def __call__(self, x: Tensor) -> Tensor:
+        return super().__call__(x) * 2
+
+
+def hooked(what: str) -> nn.Linear:
+    layer = nn.Linear(64, 64)
+    getattr(layer.weight, what)(lambda *args: None)
+    return layer
+
+
+def noted(name: str, on_weight: bool = False) -> nn.Linear:
+    layer = nn.Linear(64, 64)
+    setattr(layer.weight if on_weight else layer, name, torch.zeros(64, 64))
+    return layer
+
+
+def tied(kind: type[nn.Module], view: slice) -> nn.Sequential:
+    """Two Parameters in one memory."""
+    model: Any = nn.Sequential(kind(64, 64), nn.Linear(64, 64))
+    model[1].weight = nn.Parameter(model[0].weight.data[view].expand(64, 64))
+    return model
+
+
 def with_own_forward() -> nn.Linear:
     layer: Any = nn.Linear(64, 64)
     layer.forward = lambda x: x  # as the hooks of accelerate
@@ -235,6 +258,14 @@ def normed() -> nn.Module:
     [
         (lambda: OwnForward(64, 64), "forward of its own"),
         (with_own_forward, "forward of its own"),
+        (lambda: OwnCall(64, 64), "call of its own"),
+        (lambda: hooked("register_hook"), "weight with hooks"),
+        (lambda: hooked("register_post_accumulate_grad_hook"), "weight with hooks"),
+        (lambda: noted("scale"), "an attribute 'scale' of its own"),
+        (lambda: noted("main_grad", on_weight=True), "a tensor as its attribute 'main_grad'"),
+        (lambda: tied(nn.Linear, slice(None)), "shares its weight with 0.1"),
+        (lambda: tied(nn.Embedding, slice(None)), "shares its weight with 0.0"),
+        (lambda: tied(nn.Linear, slice(9, 10)), "shares its weight with 0.1"),
         (normed, "computes its weight"),
         (lambda: nn.LazyLinear(64), "UninitializedParameter"),
         (lambda: nn.Linear(32, 64), "has 2x1 blocks of 32x32"),
@@ -292,6 +323,9 @@ def test_hooks_mode_requires_grad_dtype_and_bias_stay() -> None:
     model[0].weight.requires_grad_(False)
     model[0].train()
     bias, calls = model[0].bias, []
+    model[0].weight.decays, model[0].gain = False, 5
+    model[0]._register_state_dict_hook(lambda *args: calls.append("state"))
+    model[0]._register_load_state_dict_pre_hook(lambda *args: calls.append(args[0]), with_module=True)
     handle = model[0].register_forward_hook(lambda module, args, out: calls.append("out"))
     model[0].register_forward_pre_hook(lambda module, args, kwargs: calls.append("in"), with_kwargs=True)
     model[2].register_full_backward_hook(lambda *args: calls.append("back"))
@@ -301,6 +335,11 @@ def test_hooks_mode_requires_grad_dtype_and_bias_stay() -> None:
         model(x).sum().backward()
         assert calls == ["in", "out", "back"]
         calls.clear()
+        model.load_state_dict(model.state_dict())
+        assert calls == ["state", model[0]]
+        calls.clear()
+        assert model[0].gain == 5
+        assert next(p for n, p in model[0].named_parameters() if n != "bias").decays is False
         assert model[0].bias is bias
         assert bias.requires_grad
         assert [p.requires_grad for n, p in model[0].named_parameters() if n != "bias"] == [False]
@@ -364,6 +403,58 @@ def test_a_module_that_takes_no_other_child_leaves_the_model_as_it_was() -> None
     assert list(model.named_modules()) == before
 
 
+@pytest.mark.parametrize("change", ["freeze", "freeze bias", "nothing"])
+def test_frozen_weights_in_fp8_come_back_frozen(change: str) -> None:
+    model: Any = mlp()
+    sk.sparsify_(model, sk.Float8(HALF))
+    parts = model if change == "freeze" else model[0].bias
+    parts.requires_grad_(change == "nothing")
+    sk.densify_(model)
+    assert [x.weight.requires_grad for x in (model[0], model[2])] == {
+        "freeze": [False, False],
+        "freeze bias": [False, True],
+        "nothing": [True, True],
+    }[change]
+
+
+ASKED: dict[str, Callable[[nn.Module, Any], Any]] = {
+    "a predicate": lambda model, f: sk.sparsify_(model, {f: HALF}),
+    "filter_fn": lambda model, f: sk.sparsify_(model, HALF, f),
+    "filter_fn of densify_": sk.densify_,
+    "filter_fn of prune": lambda model, f: sk.prune(
+        model, {"*": HALF}, calibration=[torch.randn(4, 64)], filter_fn=f
+    ),
+}
+
+
+@pytest.mark.parametrize("verb", ASKED)
+def test_functions_of_layers_take_a_name_and_return_a_bool(verb: str) -> None:
+    model = mlp()
+    if "densify_" in verb:
+        sk.sparsify_(model, HALF)
+    before = list(model.named_modules())
+    for wrong in (lambda name: True, lambda *, module, name: True, lambda: True):
+        with pytest.raises(InvalidInput, match=r"function of two arguments, \(module, name\)"):
+            ASKED[verb](model, wrong)
+    for odd in (torch.ones(2, dtype=torch.bool), torch.ones(2).numpy(), torch.ones(1, device="meta")):
+        with pytest.raises(
+            InvalidInput, match=f"{verb.split(' of')[0]} returned a .* for '0'; .* True or False"
+        ):
+            ASKED[verb](model, lambda module, name, odd=odd: odd)
+    with pytest.raises(KeyError, match="own"):
+        ASKED[verb](model, lambda module, name: {}["own"])
+    assert list(model.named_modules()) == before
+
+
+def test_a_model_inside_a_wrapper_is_densified_in_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    model: Any = mlp()
+    sk.sparsify_(model, HALF)
+    monkeypatch.setattr(model[2]._history, "ranks", lambda: "a group")
+    with pytest.raises(InvalidInput, match=r"2 is in a DistributedDataParallel.* copy\.deepcopy\(model\)"):
+        sk.densify_(model)
+    assert len(sk.densify_(copy.deepcopy(model))) == 3
+
+
 def test_odd_arguments_are_refused() -> None:
     for wrong in ({"filter_fn": 3}, {"tokens": 0}, {"card": "h9"}, {"skip_slower": 1}):
         with pytest.raises(InvalidInput):
@@ -410,47 +501,6 @@ def test_layers_slower_than_dense_ones_are_skipped_on_demand() -> None:
     report = sk.sparsify_(model, rules, skip_slower=True)
     assert [row.name for row in report.replaced] == ["0"]
     assert "x the speed of a dense one, with 4096 tokens on NVIDIA H200" in report.skipped[0].why_not
-
-
-def wide() -> Any:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(256, 512), nn.ReLU(), nn.Linear(512, 256), nn.Linear(256, 8))
-
-
-def test_the_planner_picks_the_fastest_form_within_an_error() -> None:
-    model: Any = wide()
-    options: Any = {"card": "h200", "tokens": 65536}
-    report = sk.sparsify_(model, "auto", max_error=0.5, **options)
-    assert [row.name for row in report.replaced] == ["0", "2"]
-    for row in report.replaced:
-        assert f"within an error of 0.5: {row.speed:.2f}x at an error of {row.error:.3g}" in row.why
-        weight = wide()[int(row.name)].weight.detach()
-        alone = choose.choose_format((65536, weight.shape[1]), weight, max_error=0.5, device="h200").choice
-        assert alone.name == row.format
-        assert alone.error == pytest.approx(row.error, rel=0.1)
-        assert isinstance(model[int(row.name)], sk.nn.SparseLinear)
-    assert report.rows[2].why_not == "no form is predicted to be faster on NVIDIA H200"
-    close = sk.sparsify_(wide(), "auto", max_error=0.001, **options)
-    assert not close.replaced
-    assert "no faster form is within an error of 0.001; dense fp8, " in close.rows[0].why_not
-
-
-def test_the_planner_reaches_a_speed_with_small_errors() -> None:
-    losses = []
-    for speedup in (1.2, 1.6):
-        report = sk.sparsify_(wide(), "auto", speedup=speedup, card="h200", tokens=65536)
-        assert (report.speed or 0) > speedup * 0.98  # of which layers that stay dense are no part
-        losses.append(sum(row.error or 0 for row in report.replaced))
-    assert 0 < losses[0] < losses[1]
-    rules: Any = {"0": "auto", "2": HALF}
-    mixed = sk.sparsify_(wide(), rules, max_error=0.05, card="h200", tokens=65536)
-    assert [row.format for row in mixed.rows] == ["dense fp8", "BSR 32 50 %", ""]
-    with pytest.raises(InvalidInput, match=r"speedup=50 is out of reach: .* predicted at \d"):
-        sk.sparsify_(wide(), "auto", speedup=50, card="h200", tokens=65536)
-    with pytest.raises(InvalidInput, match='max_error is for the config "auto"'):
-        sk.sparsify_(wide(), HALF, max_error=0.5)
-    with pytest.raises(InvalidInput, match="0 is on the meta device"):
-        sk.sparsify_(wide().to("meta"), "auto", max_error=0.5)
 
 
 @pytest.mark.gpu
