@@ -339,12 +339,8 @@ def note_learning(layer: Any) -> None:
     values = layer._parameters.get("values")
     if wrapper is None:
         return
-    if (
-        values is None
-        or not values.requires_grad
-        or wrapper._use_python_reducer
-        or untransformed(lambda: _is_held(values))
-    ):
+    learns = values is not None and values.requires_grad
+    if not learns or wrapper._use_python_reducer or untransformed(lambda: _is_held(values)):
         history.wrapper, history.settled = weakref.ref(wrapper), True
         return
     ignored = wrapper.parameters_to_ignore
@@ -359,7 +355,7 @@ def note_learning(layer: Any) -> None:
 
 @torch.inference_mode(False)
 @torch.enable_grad()
-def _is_held(values: nn.Parameter) -> bool:
+def _is_held(values: Any) -> bool:
     """Whether a loss or a DistributedDataParallel holds the node that accumulates the gradient of `values`."""
     hook = functools.partial(_pass)
     handle = get_gradient_edge(values).node.register_prehook(hook)
