@@ -6,8 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+import sparsek as sk
+from tests.fuzz.calls_distributed import one_process
 from tests.house.tools import need
 from tests.refusals import refused
 from tests.sampling import sampled
@@ -364,3 +367,25 @@ def test_flash_attentions_lengths_go_with_positions_that_restart():
     assert torch.equal(packed, want)
     with pytest.raises(InvalidInput, match=r"cu_seq_lens .* pass position_ids that restart, use_cache=False"):
         states(own, ids, position_ids=documents(lengths), **flat)
+
+
+def test_an_attention_of_a_mesh_is_registered_as_the_page_shows():
+    """In a mesh of one process; docs/how-to/distributed.md."""
+    other, own = pair("llama")
+    ids, called = tokens(), []
+
+    def over_mesh(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **options: Any) -> Any:
+        called.append(module)
+        out = sk.distributed.attention(query, key, value, plan, scale=options["scaling"])
+        return out.transpose(1, 2), None
+
+    transformers.AttentionInterface.register("mesh", over_mesh)
+    transformers.AttentionMaskInterface.register("mesh", lambda *args, **options: None)
+    with one_process():
+        plan = sk.distributed.plan(sk.MaskPolicy(block=64), dist.group.WORLD, length=150)
+        own.set_attn_implementation("mesh")
+        shard, at = sk.distributed.shard_sequence(ids, plan, dim=1), sk.distributed.positions(plan)
+        found = states(own, shard, position_ids=at[None], use_cache=False)
+        whole = sk.distributed.unshard_sequence(found, plan, dim=1)
+    assert called
+    torch.testing.assert_close(whole, states(other, ids), atol=1e-5, rtol=1e-4)
