@@ -8,10 +8,13 @@ from typing import Any, NamedTuple, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 from torch._C._functorch import (
+    _add_batch_dim,
     get_unwrapped,
+    is_batchedtensor,
     is_functorch_wrapped_tensor,
     is_gradtrackingtensor,
     maybe_get_bdim,
+    maybe_get_level,
     unwrap_if_dead,
 )
 from torch.autograd import forward_ad
@@ -57,6 +60,16 @@ def alive(x: Any) -> Any:
             break
         x = inner
     return x
+
+
+def bits_of(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """`x.view(dtype)`, for elements of as many bytes. No gradient passes. torch.vmap of 2.11 has no rule for it."""
+    if torch.compiler.is_compiling() or not is_functorch_wrapped_tensor(x):
+        return x.view(dtype)
+    if is_batchedtensor(x):
+        of_all = untransformed(functools.partial(bits_of, get_unwrapped(x), dtype))
+        return _add_batch_dim(of_all, maybe_get_bdim(x), maybe_get_level(x))
+    return bits_of(get_unwrapped(x), dtype) if is_gradtrackingtensor(x) else x.view(dtype)
 
 
 def saved_tensors(ctx: Any) -> tuple[Any, ...]:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from sparsek.core import dtypes
+from sparsek.core.tracing import bits_of
 
 NAMES = dtypes.FP8
 # A scale is a normal float32: a subnormal has fewer bits, and some units flush it to zero.
@@ -73,5 +74,5 @@ def _cut_to_odd(x: Tensor) -> Tensor:
     """
     near = x.float()
     back = near.double()
-    bits = near.view(torch.int32) - (back.abs() > x.abs()).int()
-    return (bits | (back != x).int()).view(torch.float32)
+    bits = bits_of(near, torch.int32) - (back.abs() > x.abs()).int()
+    return bits_of(bits | (back != x).int(), torch.float32)

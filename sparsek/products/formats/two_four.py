@@ -15,7 +15,7 @@ from torch import Tensor
 from sparsek.core import arguments, dtypes
 from sparsek.core.errors import InvalidInput
 from sparsek.core.operations import by_kernel
-from sparsek.core.tracing import of_values
+from sparsek.core.tracing import bits_of, of_values
 from sparsek.products.formats.base import check_readable
 from sparsek.products.formats.pattern import BlockPattern
 
@@ -53,7 +53,7 @@ def pack(w: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
     if mask is None:
         keys = _magnitudes(w.detach())
     else:
-        keys = mask.view(torch.int8)
+        keys = bits_of(mask, torch.int8)
         w = w.masked_fill(~mask, 0)
     a, b, c, d = groups(keys).unbind(-1)
     ab, ac, ad, bc, bd, cd = a >= b, a >= c, a >= d, b >= c, b >= d, c >= d
@@ -169,7 +169,7 @@ def megabytes(a: Any) -> str:
 def _magnitudes(w: Tensor) -> Tensor:
     """Integers that order as the magnitudes of w. Every NaN is one more than infinity."""
     bits, infinity = BITS[w.dtype]
-    return (w.view(bits) & torch.iinfo(bits).max).clamp(max=infinity + 1)
+    return (bits_of(w, bits) & torch.iinfo(bits).max).clamp(max=infinity + 1)
 
 
 def _majority(x: Tensor, y: Tensor, z: Tensor) -> Tensor:
@@ -177,7 +177,7 @@ def _majority(x: Tensor, y: Tensor, z: Tensor) -> Tensor:
 
 
 def _as_bytes(flags: Tensor) -> Tensor:
-    return flags.view(torch.uint8)
+    return bits_of(flags, torch.uint8)
 
 
 def check_parts(values: Any, meta: Any) -> None:
