@@ -133,13 +133,12 @@ def attention(
         InvalidInput: For operands that do not fit the plan, on every rank.
         MeshError: If an exchange fails or times out; the timeout is that of the process group.
     """
-    options = MeshOptions(scale, pieces, exact, softcap, alibi_slopes, sink_logits)
+    options = MeshOptions(scale, pieces, exact, softcap, alibi_slopes, sink_logits, return_lse)
     groups = _groups(mask, plan, mesh)
     made: list[Any] = []
 
     def checks() -> str:
-        for name, flag in (("return_lse", return_lse), ("check", check)):
-            arguments.flag(name, flag)
+        arguments.flag("check", check)
         found, rule = _planned(mask, plan, mesh, how)
         text, checked = _checked(q, k, v, found, rule, options)
         made.append((found, rule, checked))
@@ -154,7 +153,7 @@ def attention(
     if rule is not None and of_whole_sequence(rule, q, k, found):
         found, rule = _with_whole_mask(rule, q, k, found, groups if check else []), None
     out, lse = _attended(q, k, v, found, rule, options, groups if check and rule is not None else [])
-    return (out, lse) if return_lse else out
+    return out if lse is None or not return_lse else (out, lse)
 
 
 class MeshOptions(NamedTuple):
@@ -166,6 +165,7 @@ class MeshOptions(NamedTuple):
     softcap: float
     alibi_slopes: Tensor | None
     sink_logits: Tensor | None
+    return_lse: bool
 
 
 def _groups(mask: Any, plan: Any, mesh: Any) -> list[Any]:
@@ -224,8 +224,8 @@ def _checked(
             f"rank {rank} has {q.shape[2]} queries and {k.shape[2]} keys; the plan gives it {own[0]} and {own[1]}: "
             "make shards by sk.distributed.shard_sequence(x, plan)"
         )
-    scale, pieces, exact, softcap, slopes, sinks = options
-    pieces = arguments.integer("pieces", pieces, 1)
+    scale, pieces, exact, softcap, slopes, sinks, lse = options
+    pieces, lse = arguments.integer("pieces", pieces, 1), arguments.flag("return_lse", lse)
     if arguments.flag("exact", exact):
         pieces = 1
         if plan.how != "heads":
@@ -243,13 +243,13 @@ def _checked(
     learns = [torch.is_grad_enabled() and x is not None and x.requires_grad for x in (q, k, v, sinks)]
     if any(learns) and any(x is not None and x.is_inference() for x in (q, k, v, sinks)):
         raise InvalidInput("an operand is an inference tensor, which no backward pass can save; pass a clone")
-    given = [x is not None for x in (slopes, sinks)]
+    given = [slopes is not None, sinks is not None, lse]
     text = (
         f"{'exact ' if exact else ''}attention in {pieces} pieces of q {_shape(q)}, k {_shape(k)}, v {_shape(v)} in "
-        f"{q.dtype}, scale {call.scale}, softcap {softcap}, slopes and sinks {given}, gradients {learns}, "
+        f"{q.dtype}, scale {call.scale}, softcap {softcap}, slopes, sinks and lse {given}, gradients {learns}, "
         f"mask {chosen} in {plan._text}"
     )
-    return text, MeshOptions(call.scale, pieces, exact, softcap, slopes, sinks)
+    return text, MeshOptions(call.scale, pieces, exact, softcap, slopes, sinks, lse)
 
 
 def _with_whole_mask(rule: MaskRule, q: Tensor, k: Tensor, plan: MeshPlan, groups: list[Any]) -> MeshPlan:
@@ -279,9 +279,9 @@ def _attended(
     rule: MaskRule | None,
     options: MeshOptions,
     groups: list[Any],
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor | None]:
     """(out, lse) of this rank's shards, of checked arguments. `groups`: those that agree on what a rule chose."""
-    scale, pieces, exact, softcap, slopes, sinks = options
+    scale, pieces, exact, softcap, slopes, sinks, lse = options
     settings: Any = {"scale": scale, "softcap": softcap, "sink_logits": sinks}
     if plan.how == "gather":
         return gathered(q, k, v, plan, pieces=pieces, exact=exact, **settings)
@@ -291,10 +291,10 @@ def _attended(
         def of_rows(q: Tensor, k: Tensor, v: Tensor, mask: Any, **settings: Any) -> Any:
             return attend(q, k, v, mask, return_lse=True, **settings)
 
-        return by_heads(q, k, v, plan, rule, of_rows, settings | {"alibi_slopes": slopes}, groups)
+        return by_heads(q, k, v, plan, rule, of_rows, settings | {"alibi_slopes": slopes}, groups, lse)
 
     def of_columns(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, **settings: Any) -> Any:
         column = once(plan._kept, ("column", mask), lambda: sequence._of(mask))
         return gathered(q, k, v, column, pieces=pieces, exact=exact, **settings)
 
-    return by_heads(q, k, v, heads, None, of_columns, settings, [])
+    return by_heads(q, k, v, heads, None, of_columns, settings, [], lse)

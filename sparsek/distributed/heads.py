@@ -77,8 +77,9 @@ def by_heads(
     attend_row: Callable[..., Any],
     settings: Any,
     groups: list[Any],
-) -> tuple[Tensor, Tensor]:
-    """Attention of this rank's heads by `attend_row`, between the exchanges of heads.
+    return_lse: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """Attention of this rank's heads by `attend_row`, between the exchanges of heads. lse returns if it is wanted.
 
     `groups`: if there are some, their ranks all raise if attention does on one of them, as a policy for NaN.
     """
@@ -113,9 +114,10 @@ def by_heads(
     else:
         attend_heads()
     back = each.queries.reversed
-    (out,), (lse,) = (exchanged(back, x) for x in found)
     shape = q.shape[0], q_heads, q.shape[2]
-    return out.view(*shape, v.shape[3]), lse.view(shape)
+    (out,) = exchanged(back, found[0])
+    out = out.view(*shape, v.shape[3])
+    return out, exchanged(back, found[1])[0].view(shape) if return_lse else None
 
 
 def _of_heads(plan: MeshPlan, rule: MaskRule | None, each: HeadsExchange, q: Tensor) -> Any:
