@@ -257,3 +257,27 @@ MEMBER_CASES: tuple[AttentionCase, ...] = (
     ),
     AttentionCase("members more tokens than keys", _of_tokens(50, 20, (16, 128)), (8, 1), (32, 32)),
 )
+# 32 key blocks and more for each token of a tile. Too many for the interpreter.
+SPARSE_MEMBER_CASES: tuple[AttentionCase, ...] = (
+    AttentionCase("8 tokens", _of_tokens(8, 16400, (8, 64), chosen=16), (16, 1), (128, 128), dtype="bf16"),
+    AttentionCase(
+        "groups of 16", _of_tokens(301, 16400, (8, 64), chosen=16, heads=2), (32, 2), (128, 128), bshd=True
+    ),
+    AttentionCase("groups of 8", _of_tokens(77, 32800, (16, 64), chosen=16), (8, 1), (128, 64)),
+    AttentionCase(
+        "groups of 4",
+        _of_tokens(193, 65600, (32, 64), chosen=16, causal=False),
+        (4, 1),
+        (128, 128),
+        dtype="bf16",
+    ),
+    AttentionCase("groups of 64", _of_tokens(601, 4160, (2, 64), chosen=16), (64, 1), (128, 128)),
+    AttentionCase("turned", _of_tokens(301, 16400, (8, 64), chosen=99, turned=True), (16, 1), (64, 64)),
+    AttentionCase(
+        "window and sinks",
+        _of_tokens(37, 16400, (8, 64), chosen=16, window=70, sinks=100),
+        (16, 1),
+        (128, 128),
+        dtype="bf16",
+    ),
+)

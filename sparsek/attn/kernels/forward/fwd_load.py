@@ -9,6 +9,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
+from sparsek.attn.kernels.forward.pipeline import after
+from sparsek.attn.kernels.forward.rules import bits_of
 from sparsek.attn.kernels.forward.softmax import prefetch
 from sparsek.attn.plan.attention_schedule import FIELDS
 from sparsek.engine.launch.gluon import tma_load
@@ -84,8 +86,35 @@ def masked_column(T: gl.constexpr, partial, begin, i):
 
 
 @gluon.jit
-def load(T: gl.constexpr, q_desc, k_desc, v_desc, tiles, count, partial, full, group, q_s, k_s, v_s, bars):
-    """Producer warp: Q of every tile, then K and V of its steps."""
+def bits_at(T: gl.constexpr, rules, begin, row, i, masked):
+    """The bits of 64 rows, from row `row` of the mask's block on, in masked step i; 0 from step `masked` on."""
+    SUB: gl.constexpr = T.block[1] // T.keys
+    return bits_of(T, rules + (begin + i // SUB) * T.words, row // T.pack, (i < masked) & (begin >= 0))
+
+
+@gluon.jit
+def load_step(T: gl.constexpr, k_desc, v_desc, b, kv, key, slot, phase, k_s, v_s, bars):
+    """K and V of the keys from `key` on, into a slot. The next slot and its phase."""
+    KEYS: gl.constexpr = T.keys
+    q_full, q_empty, k_full, k_empty, v_full, v_empty = bars
+    # Wait until every warpgroup has multiplied the K in this slot.
+    mbarrier.wait(k_empty.index(slot), phase)
+    mbarrier.expect(k_full.index(slot), KEYS * T.dim * T.itemsize)
+    tma_load(k_desc, [b, kv, key, 0], k_full.index(slot), k_s.index(slot))
+    mbarrier.wait(v_empty.index(slot), phase)  # and the V
+    mbarrier.expect(v_full.index(slot), KEYS * T.v_dim * T.itemsize)
+    if T.v_turned:
+        tma_load(v_desc, [b, kv, 0, key], v_full.index(slot), v_s.index(slot))
+    else:
+        tma_load(v_desc, [b, kv, key, 0], v_full.index(slot), v_s.index(slot))
+    return after(slot, phase, T.stages)
+
+
+@gluon.jit
+def load(
+    T: gl.constexpr, q_desc, k_desc, v_desc, tiles, count, partial, full, group, q_s, k_s, v_s, bars, rules=0
+):
+    """Producer warp: Q of every tile, then K and V of its steps; if T.passes, of those that some row sees."""
     SUB: gl.constexpr = T.block[1] // T.keys
     POSITIONS: gl.constexpr = 64 // T.pack
     KEYS: gl.constexpr = T.keys
@@ -118,17 +147,9 @@ def load(T: gl.constexpr, q_desc, k_desc, v_desc, tiles, count, partial, full, g
             else:
                 col = gl.load(full + f_begin + (i - masked) // SUB)
             key = col * T.block[1] + i % SUB * KEYS
-            # Wait until every warpgroup has multiplied the K in this slot.
-            mbarrier.wait(k_empty.index(slot), phase)
-            mbarrier.expect(k_full.index(slot), KEYS * T.dim * T.itemsize)
-            tma_load(k_desc, [b, kv, key, 0], k_full.index(slot), k_s.index(slot))
-            mbarrier.wait(v_empty.index(slot), phase)  # and the V
-            mbarrier.expect(v_full.index(slot), KEYS * T.v_dim * T.itemsize)
-            if T.v_turned:
-                tma_load(v_desc, [b, kv, 0, key], v_full.index(slot), v_s.index(slot))
+            if T.passes:
+                bits = bits_at(T, rules, p_begin, pos % T.block[0] * T.pack, i, masked)
+                if (i >= masked) | (bits != 0):
+                    slot, phase = load_step(T, k_desc, v_desc, b, kv, key, slot, phase, k_s, v_s, bars)
             else:
-                tma_load(v_desc, [b, kv, key, 0], v_full.index(slot), v_s.index(slot))
-            slot += 1
-            if slot == T.stages:
-                slot = 0
-                phase ^= 1
+                slot, phase = load_step(T, k_desc, v_desc, b, kv, key, slot, phase, k_s, v_s, bars)

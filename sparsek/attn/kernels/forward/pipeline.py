@@ -55,6 +55,7 @@ class Pipeline(KernelConfig):
     itemsize: ClassVar[int] = 2  # bytes of an element of q, k and v; O has 2
     v_turned: ClassVar[bool] = False  # slots of V are [v_dim, keys]
     own_barriers: ClassVar[int] = 0  # of the producer alone, behind those of V
+    passes: ClassVar[bool] = False  # the producer loads no step that no row of the tile sees
 
     @property
     def rows(self) -> int:
@@ -132,6 +133,15 @@ class BlockPipeline(Pipeline, Ruled):
     member_ends: bool = False
 
     lead: ClassVar[tuple[int, ...]] = (1, 1)
+
+    @property
+    def skips(self) -> bool:
+        """Whether a warpgroup passes over steps that none of its rows sees."""
+        return self.members > 0 and not self.member_ends
+
+    @property
+    def passes(self) -> bool:
+        return self.skips and self.groups == 1
 
 
 def fitted(c: Shape, smem: int) -> Shape:
@@ -319,7 +329,8 @@ def attended_by_some(
 
     It finishes a P V that is left before it passes over a step: while that waits, its V keeps a slot of the ring, and
     after as many steps as the ring has slots nothing more would be loaded. K and V of a step are awaited before they
-    are given back, because an arrival before they land would count for the load before.
+    are given back, because an arrival before they land would count for the load before. If T.passes, such steps are
+    not loaded, and nothing is left to do.
     """
     DIM: gl.constexpr = T.dim
     VDIM: gl.constexpr = T.v_dim
@@ -357,7 +368,7 @@ def attended_by_some(
                     T, CHANGE, MASK, True, DTYPE, i, masked, state, tile, scale, q, k_s, bars
                 )
             left = 1
-        else:
+        elif not T.passes:
             if left != 0:
                 acc = completed(T, DTYPE, acc, pairs, slot, phase, v_s, bars)
             left = 0

@@ -91,10 +91,11 @@ def hold_forward(
 ) -> str:
     """The same of a forward kernel: S before the steps and in both kinds of steps, P V in these and after them. P V is
     multiplied beside the softmax. `dtype` is of the operands, `results` of out. Where steps with rules may be passed
-    over, their loop has S a second time, without P V of the step before, and P V without S.
+    over, their loop has S a second time, without P V of the step before, and P V without S, if they are loaded.
     """
     passes_over = getattr(c, "members", 0) > 0 and not c.member_ends
-    products = c.groups * (3 + passes_over) * (c.dim + c.keys) // OPERANDS[dtype][1]
+    depth = (3 + passes_over) * (c.dim + c.keys) - c.passes * c.keys
+    products = c.groups * depth // OPERANDS[dtype][1]
     where = hold_code((c, results), code, dtype, {c.keys, c.v_dim}, products, c.ctas_per_sm, clean)
     assert code.waits == [0, 1], where
     assert c.smem_bytes <= code.shared <= c.smem_bytes + 1024, f"smem_bytes says {c.smem_bytes}: {where}"

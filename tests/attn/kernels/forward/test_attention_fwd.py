@@ -17,7 +17,13 @@ from sparsek.attn.mask.mask import BlockMask
 from sparsek.engine.table import load
 from sparsek.testing.attention_budget import check_attention
 from sparsek.testing.attention_fp8_budget import check_attention_fp8
-from tests.attn.attention_cases import ATTENTION_CASES, MEMBER_CASES, AttentionCase, random_bits
+from tests.attn.attention_cases import (
+    ATTENTION_CASES,
+    MEMBER_CASES,
+    SPARSE_MEMBER_CASES,
+    AttentionCase,
+    random_bits,
+)
 from tests.attn.kernels.planned import attend, default_and
 from tests.attn.kernels.planned import attention_problem as problem
 from tests.engine.launch.covering import once
@@ -96,6 +102,16 @@ def test_every_case(name: str, case: AttentionCase, dtype: torch.dtype) -> None:
         assert q.shape[3] % 8 or v.shape[3] % 8 or not p.aligned, reasons
     else:
         hold(name, case, dtype)
+
+
+@pytest.mark.parametrize("case", SPARSE_MEMBER_CASES, ids=str)
+def test_lists_that_are_sparse_in_the_keys_are_computed_in_tiles_of_64_rows(case: AttentionCase) -> None:
+    """Except with windows or sinks, for which every block is loaded."""
+    q, k, v, mask = case.make("cuda")
+    assert mask.members is not None
+    c = load(HOPPER).default(problem(q, k, v, mask))
+    assert c.passes != mask.members.at_ends
+    hold(HOPPER, case, q.dtype)
 
 
 HOW: tuple[tuple[torch.dtype, Any, int], ...] = ((torch.bfloat16, "head", 128), (torch.float16, "block", 64))

@@ -90,6 +90,8 @@ MEMBERS = [
     Config(128, 128, (8, 128), 2, 128, 2, 2, 16, interval=True, lse=True, members=1, member_ends=True),
     Config(128, 128, (128, 64), 2, 64, 4, 2, interval=True, split=True, members=1),
     Config(64, 64, (32, 128), 1, 128, 2, 2, 4, members=1),
+    Config(128, 128, (8, 64), 1, 64, 2, 2, 16, interval=True, lse=True, members=1),
+    Config(128, 128, (128, 64), 1, 64, 2, 2, interval=True, split=True, members=1),
 ]
 COMPILED = list(dict.fromkeys(once(CASES, dims_apart, most=1)))
 NEXT_CASES = sampled([(FULLEST[0], "bf16"), *covering(CASES, dims_apart, 1)[:3]], 1, of="the newest Triton")
@@ -153,6 +155,19 @@ def test_heads_are_packed_where_queries_are_few_and_heads_share_a_list() -> None
     )
     for change in ({"q_len": 65}, {"mask_heads": 64}, {"kv_heads": 64, "mask_heads": 1}):
         assert {c.pack for c in KERNEL.configs(replace(few, **change))} == {1}
+
+
+def test_tiles_have_64_rows_where_lists_are_sparse_in_the_keys() -> None:
+    def tile(keys: int, block: int, dim: int = 128, **more: Any) -> tuple[int, int]:
+        sizes = {"q_heads": 64, "kv_heads": 4, "mask_heads": 4, "kv_len": keys, "block": (8, block)}
+        c = KERNEL.default(problem(dim, **sizes, longest=128, members=1, by_interval=True, **more))
+        return c.groups, c.keys
+
+    for exact in (True, False):
+        assert tile(32768, 64, exact=exact) == (1, 64)
+        assert tile(8192, 64, exact=exact) == (2, 64)
+        assert tile(32768, 128, exact=exact) == (2, 128)
+    assert tile(32768, 64, member_ends=True) == tile(32768, 64, dim=256) == (2, 64)
 
 
 def test_notes_tell_of_packing_cutting_and_padding() -> None:
