@@ -7,6 +7,7 @@ autograd.Function with a separate setup_context. So each op has one here, which 
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import Any, NoReturn, TypeVar
@@ -237,9 +238,25 @@ def register(
     gradient = one_by_one(gradient)
     op.register_autograd(gradient, setup_context=save)
     _DIRECT[name] = lambda *given: run(kind(*given))
-    rest = gradient, save, at_once
-    _FUNCTIONS[name] = _function(name, op._opoverload, *rest)
-    _LEARNED[name] = applied(_function(name, _DIRECT[name], *rest))
+    _FUNCTIONS[name] = _function(name, op._opoverload, gradient, _uncompiled(save), at_once)
+    _LEARNED[name] = applied(_function(name, _DIRECT[name], gradient, save, at_once))
+
+
+def _uncompiled(run: Callable[..., None]) -> Callable[..., None]:
+    """`run` as Python too where torch.compile leaves a transform to Python: it then compiles each function below, and
+    torch 2.11 fails over tuples with names.
+    """
+    disabled: list[Any] = []
+
+    @functools.wraps(run)
+    def made(*args: Any) -> None:
+        if "torch._dynamo" not in sys.modules:
+            return run(*args)
+        if not disabled:
+            disabled.append(torch.compiler.disable(run))
+        return disabled[0](*args)
+
+    return made
 
 
 def _function(name: str, forward: Any, gradient: Any, save: Any, at_once: Vmap | None) -> Any:
