@@ -115,7 +115,8 @@ for dim, card, pack in (
     (*each, pack) for each in product((64, 96, 128, 256), (H200, A100)) for pack in (1, 16)
 ):
     rows = delta.ELEMENTS // (1 << (dim - 1).bit_length())
-    ones = dict.fromkeys(("so_d", "sg_d", *(["sl_m", "sn_m"] if pack == 1 else [])), 1) | {"PACK": pack}
+    strides = ("so_d", "sg_d", "sl_m", "sn_m") if pack == 1 else ("so_d", "sg_d")
+    ones = dict.fromkeys(strides, 1) | {"PACK": pack}
     CASES[f"rows, {dim}, {card.name}, {pack}"] = Case(
         delta._prepare_rows, OF_DELTA, {"DV": dim, "ROWS": rows} | ones, delta.WARPS, 128, card=card
     )
