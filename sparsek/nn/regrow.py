@@ -41,7 +41,7 @@ _GRADIENTS: weakref.WeakKeyDictionary[Any, Tensor] = weakref.WeakKeyDictionary()
 _RECORDING: weakref.WeakSet[Any] = weakref.WeakSet()
 SPLIT = (
     "this layer is split over a mesh, and a rank has a part of its weight; take layer.gathered(), the layer of one "
-    "process, and apply the style to it again afterwards"
+    "process, or load sk.distributed.full_state_dict into its model, and apply the style to that afterwards"
 )
 
 
@@ -471,7 +471,8 @@ def _asked(
     if found is not None and is_sharded(values) and found[0].nnzb != old.nnzb:
         raise InvalidInput(
             f"FSDP2 keeps room for the {old.nnzb} blocks that were sharded, and the new pattern has {found[0].nnzb}; "
-            "give one of as many blocks, or change the pattern of the plain model, and shard it afterwards"
+            "give one of as many blocks, or load sk.distributed.full_state_dict into a model of one process, change "
+            "its pattern, and shard that"
         )
     return values, old, found, followed(values) if optimizers is None else optimizers
 

@@ -7,7 +7,6 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -476,8 +475,10 @@ def _rows(w: Weight, x: Any, timed: bool) -> tuple[Tensor, int]:
     generator = torch.Generator(device=w.device).manual_seed(0)
     drawn = tokens if timed else min(tokens, ERROR_TOKENS)
     # Outside of a trace by make_fx, which torch 2.11 refuses for a generator.
-    make = partial(torch.randn, drawn, shape[-1], dtype=dtype, device=w.device, generator=generator)
-    return untransformed(make, w if isinstance(w, Tensor) else w.values), tokens
+    return untransformed(
+        lambda: torch.randn(drawn, shape[-1], dtype=dtype, device=w.device, generator=generator),
+        w if isinstance(w, Tensor) else w.values,
+    ), tokens
 
 
 @dataclass(frozen=True)
