@@ -18,6 +18,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from sparsek.core.errors import InvalidInput
 from sparsek.nn.gated import Fitted, activation_of, may_fuse
 from sparsek.nn.indices import SAVED, guard
+from sparsek.nn.regrow import record
 from sparsek.nn.sparse import SparseLinear
 from sparsek.products.formats.algebra import cut_rows
 from sparsek.products.formats.bsr import BSR
@@ -278,7 +279,9 @@ def _rows(experts: Any, name: str, count: int) -> Any:
 
 
 def _product(experts: Any, x: Tensor, name: str, expert: int, weight: Any) -> Tensor:
-    return linear(x, weight, experts._parameters[f"{name}_bias"][expert] if experts.has_bias else None)
+    y = linear(x, weight, experts._parameters[f"{name}_bias"][expert] if experts.has_bias else None)
+    record(experts._modules.get(name), x, y, expert * y.shape[-1])
+    return y
 
 
 def _activated(experts: Any, x: Tensor, expert: int, weights: Any) -> Tensor:

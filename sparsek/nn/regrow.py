@@ -199,16 +199,21 @@ def is_recorded(layer: Any) -> bool:
 
 def _before_gradient(layer: Any, given: tuple[Any, ...], named: dict[str, Any], y: Any) -> None:
     """After a call of a layer: let the gradient of y record that of the whole weight."""
-    if torch.compiler.is_compiling() or not isinstance(y, Tensor) or not y.requires_grad:
+    record(layer, given[0] if given else named.get("x", named.get("input")), y)
+
+
+def record(layer: Any, x: Any, y: Any, first: int = 0) -> None:
+    """Let the gradient of y = x @ W.T record that of W, which are rows of the weight of a layer, from `first` on."""
+    if layer not in _RECORDING or torch.compiler.is_compiling():
         return
-    note_learning(layer)
-    x: Any = given[0] if given else named.get("x", named.get("input"))
-    ref, x = weakref.ref(layer), x.detach()
-    y.register_hook(lambda dy: _record(ref(), x, dy.detach()))
+    if isinstance(y, Tensor) and y.requires_grad:
+        note_learning(layer)
+        ref, x = weakref.ref(layer), x.detach()
+        y.register_hook(lambda dy: _record(ref(), x, dy.detach(), first))
 
 
 @torch.no_grad()
-def _record(layer: Any, x: Tensor, dy: Tensor) -> None:
+def _record(layer: Any, x: Tensor, dy: Tensor, first: int) -> None:
     """Add dz.T @ x, where dz is the gradient before the activation, to what is recorded."""
     if layer is None:
         return
@@ -221,7 +226,11 @@ def _record(layer: Any, x: Tensor, dy: Tensor) -> None:
     dense = dz.reshape(-1, dz.shape[-1]).T @ x.reshape(-1, x.shape[-1]).to(dz.dtype)
     dense = dense.to(torch.promote_types(dense.dtype, torch.float32))
     known = _GRADIENTS.get(layer)
-    _GRADIENTS[layer] = dense if known is None else known.add_(dense)
+    if known is None and len(dense) < layer.out_features:
+        known = dense.new_zeros(layer.out_features, layer.in_features)
+    if known is not None:
+        known[first : first + len(dense)] += dense
+    _GRADIENTS[layer] = dense if known is None else known
 
 
 def swap(

@@ -336,16 +336,17 @@ class SparseLinear(IndexedLayer):
             residual: [..., out_features], added after the activation.
             input: x by the name that torch.nn.Linear has for it.
         """
-        if (x is None) == (input is None):
-            raise InvalidInput(
-                f"x is {arguments.shown(x)} and input {arguments.shown(input)}; give one of them"
-            )
-        x = cast(Tensor, input if x is None else x)
-        pruned = self._parameters.get("pruned")
+        if input is not None:
+            if x is not None:
+                raise InvalidInput("x and input are two names of one argument; give one of them")
+            x = input
+        own: Any = self._parameters
+        bias = own["bias"] if "bias" in own else self.bias  # noqa: SIM401 (whose __getattr__ is slow)
+        pruned = own.get("pruned")
         if pruned is None or not torch.is_grad_enabled():
-            return linear(x, self.weight, self.bias, self.activation, residual)
+            return linear(x, self.weight, bias, self.activation, residual)  # type: ignore[arg-type]
         weight = self.weight
-        z = linear(x, weight.detach(), self.bias)
+        z = linear(x, weight.detach(), bias)  # type: ignore[arg-type]
         z = StraightThrough.apply(z, x, weight.values, pruned, weight.detach(), self._decay)
         return finished(z, self.activation or "", residual)
 

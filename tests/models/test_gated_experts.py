@@ -19,6 +19,7 @@ from sparsek.models.auto import NO_EXPERTS
 from sparsek.nn import gated as fused
 from sparsek.nn.experts import padded, split_rows
 from sparsek.nn.gated import gated_forward
+from sparsek.nn.regrow import _GRADIENTS
 from sparsek.nn.replace import layer_of
 from tests.house.tools import need
 
@@ -333,7 +334,8 @@ def test_packed_experts_become_sparse_learn_and_become_dense_again(name: str) ->
     assert set(rows) <= set(sk.densify_(dense))
     assert {n: type(m) for n, m in dense.named_modules()} == kinds
     assert {n: p.shape for n, p in dense.named_parameters()} == sizes
-    found = [each(WORDS, labels=WORDS) for each in (model, dense)]
+    with sk.nn.dense_gradients(model):
+        found = [each(WORDS, labels=WORDS) for each in (model, dense)]
     torch.testing.assert_close(found[0].logits, found[1].logits)
     torch.testing.assert_close(fused_logits, found[1].logits)
     for each in found:
@@ -343,6 +345,8 @@ def test_packed_experts_become_sparse_learn_and_become_dense_again(name: str) ->
     mask = sk.BSR(layer.pattern, torch.ones_like(layer.values)).to_dense()
     wanted = packed.grad.mT if name == "gpt_oss" else packed.grad
     torch.testing.assert_close(of_blocks, wanted.reshape(mask.shape) * mask, atol=1e-6, rtol=1e-3)
+    whole = _GRADIENTS[layer]  # of all blocks, stored or not
+    torch.testing.assert_close(whole, wanted.reshape(mask.shape), atol=1e-6, rtol=1e-3)
 
     other = EXPERTS[name]()
     sk.sparsify_(other, {"*experts.*": sk.BlockSparse(16, 1.0)})

@@ -71,6 +71,8 @@ def test_it_is_the_layer_of_its_matrix(form: str):
     y = made(x().view(2, 3, 200), residual)
     assert torch.equal(y, sk.linear(x().view(2, 3, 200), made.weight, made.bias, "gelu", residual))
     assert torch.equal(y, made(input=x().view(2, 3, 200), residual=residual))  # its name in torch.nn.Linear
+    with pytest.raises(InvalidInput, match="x and input are two names"):
+        made(x(), input=x())
     weight = WeightFormat(form, *BLOCKS.get(form, {}).values(), scope="row").convert(whole.weight)
     assert torch.equal(made.to_dense(), weight.to_dense())
     again = SparseLinear.from_matrix(cast(Any, weight), whole.bias, activation="gelu")
