@@ -303,6 +303,8 @@ def _splittable(layer: Any, style: str) -> Any:
         )
     if isinstance(layer, ParallelLinear):
         raise InvalidInput(f"{style}: this layer is split over a mesh already: {layer._split.mesh}")
+    if type(layer).forward is not SparseLinear.forward or "forward" in layer.__dict__:
+        raise InvalidInput(f"{style}: {type(layer).__name__} has a forward of its own, which would not run")
     if layer._parameters.get("pruned") is not None:
         raise InvalidInput(f"{style}: a layer with pruned elements (keep_pruned) cannot be split")
     for name, each in (*layer.named_parameters(), *layer.named_buffers()):

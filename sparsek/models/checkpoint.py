@@ -61,6 +61,11 @@ def save_model(model: nn.Module, directory: StrPath) -> None:
     first: dict[Any, str] = {}
     for name, tensor in model.state_dict().items():
         plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout == torch.strided
+        if arguments.is_distributed(tensor):
+            raise InvalidInput(
+                f'{name} of the state dict is a DTensor; load sk.distributed.full_state_dict(model)["model"] into a '
+                "model of one process, and save that"
+            )
         if not plain or tensor.is_meta:
             raise InvalidInput(
                 f"{name} of the state dict is {arguments.shown(tensor)}; only plain tensors with values are saved"

@@ -307,6 +307,9 @@ def what_cannot_be_split() -> None:
     raises("on rank 2", lambda: style._apply(layer, mesh)) if rank != 2 else raises(
         "SparseLinear", lambda: style._apply(layer, mesh)
     )
+    layer = layer_of("bsr", 64, 64)
+    layer.forward = layer.forward
+    raises("a forward of its own", lambda: style._apply(layer, mesh))
     split = style._apply(layer_of("bsr", 64, 64), mesh)
     raises("split over a mesh already", lambda: style._apply(split, mesh))
     x = torch.randn(4, 64, dtype=torch.float64)
@@ -462,6 +465,7 @@ def full_state_dicts_fit_any_number_of_ranks() -> None:
     for each in ((whole, one), (more, optimizer)):
         step(*each, x)
     near(more(x), whole(x))
+    raises("full_state_dict", lambda: sk.save_model(more, tempfile.gettempdir()))
     raises("with model and optimizer", lambda: sk.distributed.load_full_state_dict(whole, {"model": {}}, one))
 
 
