@@ -391,7 +391,7 @@ class BlockSparseLinear(SparseLinear, Regrown):
         parts = {
             name: state[prefix + name] for name in ("indptr", "indices", "values") if prefix + name in state
         }
-        if not parts or list(parts) == ["values"]:
+        if not parts:
             return current, None
         if len(parts) < 3:
             raise InvalidInput(

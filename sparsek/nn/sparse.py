@@ -566,8 +566,6 @@ class SparseLinear(IndexedLayer):
         lists = () if self._block is None else ("indptr", "indices")
         names = [x for x in (self._stored, "scale", "metadata") if x == self._stored or x in self._buffers]
         found = {x: state[prefix + x] for x in (*names, *lists) if prefix + x in state}
-        if list(found) == ["values"]:
-            return {}
         if found and len(found) < len(names) + len(lists):
             raise InvalidInput(
                 f"the state dict has {' and '.join(found)} only; {', '.join((*names, *lists))} go together"
