@@ -15,6 +15,7 @@ from torch import nn
 
 from sparsek.core import arguments
 from sparsek.core.errors import InvalidInput
+from sparsek.nn.agreement import check_patterns
 from sparsek.nn.regrow import (
     Optimizers,
     Regrown,
@@ -132,7 +133,8 @@ class PatternSchedule:
 
         Raises:
             InvalidInput: As `set_pattern`, and where blocks grow by gradient and `gradients` recorded none. The step is
-                not counted then. Layers that had no part in the backward pass swap nothing.
+                not counted then. Layers that had no part in the backward pass swap nothing. At the first step under
+                DistributedDataParallel also where the patterns of ranks differ.
         """
         step = self.steps + 1
         due, grows = self._is_due(step), self._grows(step)
@@ -143,6 +145,9 @@ class PatternSchedule:
                     "this schedule with keep changes the number of blocks, and FSDP2 keeps room for those that were "
                     "sharded; use swapped without keep, or DistributedDataParallel"
                 )
+        groups = dict.fromkeys(layer._history.ranks() for layer in self.layers.values())
+        for group in () if self.steps else filter(None, groups):  # whose broadcasts may be turned off
+            check_patterns(self.model, group)
         if grows and not any(map(is_recorded, self.layers.values())):
             raise InvalidInput(
                 f"step {step} grows blocks by gradient, and none is recorded; compute the loss and its backward pass "

@@ -518,6 +518,12 @@ def patterns_of_ranks_agree() -> None:
     raises(
         "'module.0' differ between ranks: rank 0 has 64x64 with", lambda: sk.distributed.check_patterns(model)
     )
+    layer.set_pattern((torch.arange(2) == rank % 2).expand(4, 2))
+    quiet = DistributedDataParallel(model.module, init_sync=False)
+    quiet.broadcast_buffers = False
+    schedule = sk.nn.PatternSchedule(model.module, end=4, keep=0.1)
+    quiet(torch.randn(2, 64, dtype=torch.float64))
+    raises("'0' differ between ranks", schedule.step)
 
 
 def _work(rank: int) -> str:
