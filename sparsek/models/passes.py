@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -11,9 +13,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten
 from torch.utils.hooks import RemovableHandle
 
 from sparsek.core import dtypes
+from sparsek.core.errors import InvalidInput
+from sparsek.core.tracing import is_functorch_wrapped_tensor
 from sparsek.models import stream
 from sparsek.models.config import Float8
 from sparsek.models.layer import parts_of, weights_of
@@ -113,7 +118,7 @@ class Passes:
     ) -> Iterable[Moments | None]:
         """The moments of the inputs of a group of layers, of the dense block and of the pruned one.
 
-        Those of each packed expert, or None, are computed when they are iterated over.
+        None without a token. Those of each packed expert are computed when they are iterated over.
         """
         first = group[0]
         if isinstance(originals[first], PackedLinear):
@@ -138,15 +143,17 @@ class Passes:
             )
             if [x.shape for x in ours] != [x.shape for x in theirs]:  # routed in another way
                 theirs = ours
-            lost = {
-                name: (there[place] - here[place]).flatten(0, -2)
-                for name, place in places.items()
-                if block is not dense and there[place].shape == here[place].shape
-            }
             for a, b in zip(ours, theirs, strict=True):
+                shapes = {name: (*a.shape[:-1], len(weights[name][0])) for name in places}
+                lost = {
+                    name: _rows(there[place] - here[place])
+                    for name, place in places.items()
+                    if block is not dense
+                    and all(place in side and side[place].shape == shapes[name] for side in (there, here))
+                }
                 with dtypes.as_given(a.device):
-                    moments.add(a.flatten(0, -2), b.flatten(0, -2), line.rows(a, batch), weights, lost)
-        return [moments.mean()]
+                    moments.add(_rows(a), _rows(b), line.rows(a, batch), weights, lost)
+        return [moments.mean() if moments.count else None]
 
     def _moments_of_experts(
         self,
@@ -229,13 +236,17 @@ class Passes:
 
 def groups_of(layers: Mapping[str, nn.Module], run: Callable[[], Any]) -> dict[tuple[str, ...], int]:
     """The layers that `run` calls, in order, those with the same input together; and how often they are called."""
-    calls: list[tuple[str, Tensor | None]] = []
+    calls: list[tuple[str, Tensor | None, int]] = []
 
     def look(name: str, layer: Any) -> RemovableHandle:
         alone = isinstance(layer, PackedLinear)  # whose two weights have other inputs
 
         def see(_: Any, args: Any, kwargs: Any) -> None:
-            calls.append((name, None if alone else args[0] if args else next(iter(kwargs.values()))))
+            x = args[0] if args else next(iter(kwargs.values()))
+            if is_functorch_wrapped_tensor(x):
+                raise InvalidInput(f"{name} is called in a transform of torch.func; leave it dense by a rule")
+            uncounted = alone or x.is_inference()  # whose writes are not counted
+            calls.append((name, None if uncounted else x, 0 if uncounted else stream.version_of(x)))
 
         return (layer.experts if alone else layer).register_forward_pre_hook(see, with_kwargs=True)
 
@@ -246,17 +257,17 @@ def groups_of(layers: Mapping[str, nn.Module], run: Callable[[], Any]) -> dict[t
         for hook in hooks:
             hook.remove()
     counts: dict[str, int] = {}
-    groups: list[tuple[list[str], Tensor | None]] = []
-    for name, x in calls:
+    groups: list[tuple[list[str], Tensor | None, int]] = []
+    for name, x, version in calls:
         counts[name] = counts.get(name, 0) + 1
         if counts[name] > 1:
             continue
-        if groups and x is not None and groups[-1][1] is x:
+        if groups and x is not None and groups[-1][1] is x and groups[-1][2] == version:
             groups[-1][0].append(name)
         else:
-            groups.append(([name], x))
+            groups.append(([name], x, version))
     parts: dict[tuple[str, ...], int] = {}
-    for names, _ in groups:
+    for names, *_ in groups:
         for count in dict.fromkeys(counts[name] for name in names):
             parts[tuple(name for name in names if counts[name] == count)] = count
     return parts
@@ -292,9 +303,10 @@ def inputs(
 
     def enter(result: bool, tensors: list[Tensor]) -> None:
         if not result:
-            found.append(tensors)
             if calls == 1:
+                found.append(tensors)
                 raise stream.Stop
+            found.append([each.clone() for each in tensors])  # what follows may write to them
 
     def note(place: TensorPlace) -> Callable[[bool, list[Tensor]], None]:
         def see(result: bool, tensors: list[Tensor]) -> None:
@@ -316,17 +328,22 @@ def inputs(
 
 
 def residuals_of(
-    block: nn.Module, layers: Mapping[str, nn.Module], run: Callable[[], Any]
+    block: nn.Module,
+    layers: Mapping[str, nn.Module],
+    groups: Iterable[tuple[str, ...]],
+    run: Callable[[], Any],
 ) -> dict[str, TensorPlace]:
     """Where the residual of each layer passes: a tensor before it whose sum with its output is a tensor after it.
 
-    Found by value: layers called once, whose sums pass into a module, or out of the block.
+    Found by value: layers called once, whose sums pass into a module, or out of the block. The residual passes before
+    the group of the layer is called. Tensors that are written to after they pass are none.
     """
-    passed: list[tuple[TensorPlace, Tensor]] = []
+    passed: list[tuple[TensorPlace, Tensor, int]] = []
 
     def note(module: str) -> Callable[[bool, list[Tensor]], None]:
         def see(result: bool, tensors: list[Tensor]) -> None:
-            passed.extend((TensorPlace(module, result, at), each) for at, each in enumerate(tensors))
+            for at, each in enumerate(tensors):
+                passed.append((TensorPlace(module, result, at), each, stream.version_of(each)))
 
         return see
 
@@ -338,29 +355,74 @@ def residuals_of(
             hook.remove()
     names = {id(module): name for name, module in block.named_modules()}
     found: dict[str, TensorPlace] = {}
-    for name, layer in layers.items():
-        own = TensorPlace(names.get(id(layer), name), True, 0)  # none of a weight of packed experts
-        at = [index for index, (place, _) in enumerate(passed) if place == own]
-        if len(at) != 1 or not passed[at[0]][1].is_floating_point():
+    for name, first in ((name, group[0]) for group in groups for name in group):
+        own, start = (
+            [at for at, (place, *_) in enumerate(passed) if place == (names.get(id(layers[each])), result, 0)]
+            for each, result in ((name, True), (first, False))
+        )  # none of a weight of packed experts
+        if len(own) != 1 or not start:
             continue
-        y = passed[at[0]][1]
+        y = passed[own[0]][1]
         before, after = (
-            {id(x): (place, x) for place, x in reversed(part) if x.shape == y.shape and x is not y}
-            for part in (passed[: at[0]], passed[at[0] + 1 :])
+            {
+                id(x): (place, x)
+                for place, x, version in reversed(part)
+                if x is not y and _is_like(x, y, version)
+            }
+            for part in (passed[: start[0] + 1], passed[own[0] + 1 :])
         )
-        place = _residual(y, list(before.values())[::-1], [x for _, x in list(after.values())[::-1]])
-        if place is not None:
-            found[name] = place
+        if _is_like(y, y, passed[own[0]][2]):
+            place = _residual(y, list(before.values())[::-1], [x for _, x in list(after.values())[::-1]])
+            if place is not None:
+                found[name] = place
     return found
 
 
+def _is_like(x: Tensor, y: Tensor, version: int) -> bool:
+    """Whether x has floats beside those of y, and still those of a version."""
+    like = x.shape == y.shape and x.device == y.device and x.is_floating_point()
+    return like and stream.version_of(x) == version
+
+
 def _residual(y: Tensor, before: list[tuple[TensorPlace, Tensor]], after: list[Tensor]) -> TensorPlace | None:
+    """Where r passes of a sum z = y + r, in each element, that y makes another than r."""
+    wide = torch.promote_types(y.dtype, torch.float32)
     for z in after:
-        for place, r in before:
-            room = 4 * torch.finfo(y.dtype).eps * (z.abs().max() + r.abs().max())
-            if bool((z - y - r).abs().max() <= room):
+        whole = z.to(wide)
+        for place, each in before:
+            r, eps = each.to(wide), max(torch.finfo(x.dtype).eps for x in (y, z, each))
+            room = 4 * eps * (whole.abs() + r.abs())
+            if bool(((whole - y - r).abs() <= room).all() & (y.abs() > room).any()):
                 return place
     return None
+
+
+def _rows(x: Tensor) -> Tensor:
+    """The rows [n, K] of inputs [..., K]."""
+    return torch.atleast_2d(x).flatten(0, -2)
+
+
+@contextmanager
+def restored(layers: Iterable[Any]) -> Iterator[list[Any]]:
+    """The weights and biases of layers are what they were if an error, or the user, ends what is done to them.
+
+    Weights get other tensors, and biases are written to. Yields what is kept: once it is cleared, nothing is restored.
+    """
+    kept = []
+    for layer in layers:
+        is_packed = isinstance(layer, PackedLinear)
+        owner = layer.experts if is_packed else layer
+        names = (layer.name, f"{layer.name}_bias") if is_packed else ("weight", "bias")
+        weight, bias = (owner._parameters.get(name) for name in names)
+        kept.append((owner, names[0], weight.data, None))
+        if bias is not None:
+            kept.append((owner, names[1], bias.data, bias.data.clone()))
+    try:
+        yield kept
+    except BaseException:
+        for owner, name, data, values in kept:
+            owner._parameters[name].data = data if values is None else data.copy_(values)
+        raise
 
 
 @contextmanager
@@ -379,3 +441,42 @@ def evaluated(model: nn.Module) -> Iterator[None]:
             config.use_cache = cached  # type: ignore[union-attr]
         for name, module in model.named_modules():
             module.training = modes.get(name, module.training)
+
+
+def model_facts(model: nn.Module) -> list[Any]:
+    """What a model is known by, as JSON: its tensors, and the classes and numbers of its modules."""
+    named = {**model.state_dict(), **dict(model.named_buffers())}
+    kinds = [
+        [name, type(each).__module__, type(each).__qualname__, _attributes(each)]
+        for name, each in model.named_modules()
+    ]
+    return [[*named], tree_facts([*named.values()]), kinds]
+
+
+def tree_facts(tree: Any) -> list[Any]:
+    """What a tree of arguments is known by, as JSON: its form, its tensors, and its plain leaves."""
+    leaves, form = tree_flatten(tree)
+    others = [_plain(each) for each in leaves if not isinstance(each, Tensor)]
+    return [str(form), stream.checksum(each for each in leaves if isinstance(each, Tensor)), others]
+
+
+def _attributes(module: nn.Module) -> dict[str, Any]:
+    """The numbers, texts and functions that a module has."""
+    own = {name: each for name, each in vars(module).items() if not name.startswith("_")}
+    return {
+        name: _plain(each)
+        for name, each in own.items()
+        if name != "training"
+        and (isinstance(each, (bool, int, float, str, tuple)) or inspect.isroutine(each))
+    }
+
+
+def _plain(value: Any) -> Any:
+    """A value that is no tensor, as JSON: as far as it is the same in each process."""
+    if isinstance(value, (tuple, list)):
+        return [_plain(each) for each in value]
+    if isinstance(value, (*stream.PLAIN, complex, bytes, torch.dtype, torch.device)):
+        return repr(value)
+    if hasattr(value, "tobytes"):  # arrays of NumPy
+        return zlib.crc32(value.tobytes())
+    return getattr(value, "__qualname__", type(value).__qualname__)

@@ -5,14 +5,14 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_map_only
 from torch.utils.hooks import RemovableHandle
 
 from sparsek.core import arguments, dtypes, memory
@@ -51,10 +51,20 @@ from sparsek.models.layer import (
     why_not,
     with_keep,
 )
-from sparsek.models.passes import Passes, Settings, TensorPlace, evaluated, residuals_of
+from sparsek.models.passes import (
+    Passes,
+    Settings,
+    TensorPlace,
+    evaluated,
+    model_facts,
+    residuals_of,
+    restored,
+    tree_facts,
+)
 from sparsek.models.quality import copied, seconds_of
 from sparsek.models.report import LayerRow, Measured, ModelReport, detail_of, picture_of
 from sparsek.models.scores import Moments
+from sparsek.models.sparsify import check_model
 from sparsek.models.stream import DENSE, PRUNED, Stack, State, Stream, is_in
 from sparsek.models.units import free_units
 from sparsek.nn.experts import PackedLinear, repacked, routes_of
@@ -62,6 +72,7 @@ from sparsek.nn.replace import adopt, is_conv1d, layer_of, shape_of, swap
 from sparsek.products.formats.pattern import grid_of
 from sparsek.products.ops.choose import Option
 
+PARTS = ("mask", "weight", "bias")  # of a finished layer
 Method = Literal["magnitude", "wanda", "exact", "obs"]
 Reconstruct = Literal["layer", "block"]
 Budget = Literal["uniform", "sensitivity", "owl"]
@@ -92,7 +103,7 @@ def prune(
     pruned one by one, on the inputs that the blocks before, already pruned, give them; layers outside of these stay
     dense unless a glob or predicate chooses them. Tied weights, output embeddings, layers that are never called with
     the calibration, and weights that do not fit the config stay dense too. A model without repeated blocks is one
-    block.
+    block. An error, such as a weight with NaN, leaves the blocks before it sparse, and the others as they were.
 
     Args:
         model: A torch.nn.Module. Its torch.nn.Linear and transformers' Conv1D layers are pruned, and packed experts,
@@ -140,17 +151,12 @@ def prune(
         >>> [row.kept for row in report.rows], type(model[0]).__name__
         ([0.5, 0.5], 'BlockSparseLinear')
     """
-    if not isinstance(model, nn.Module):
-        raise InvalidInput(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    check_model(model, filter_fn, "prune")
     check_rules(config)
     arguments.one_of("method", method, scores.METHODS)
     arguments.one_of("budget", budget, scores.BUDGETS)
     if reconstruct is not None:
         arguments.one_of("reconstruct", reconstruct, get_args(Reconstruct))
-    if filter_fn is not None and not callable(filter_fn):
-        raise InvalidInput(
-            f"filter_fn is {arguments.shown(filter_fn)}; it must be a function of (layer, name)"
-        )
     if any(each.is_meta for each in model.parameters()):
         raise InvalidInput(
             "the model is on the meta device, without values to prune by; load its weights first"
@@ -182,6 +188,8 @@ def prune(
             f'budget {budget!r} spreads the kept share, and "{AUTO}" picks it; use budget="uniform"'
         )
     batches = None if calibration is None else stream.batches_of(calibration)
+    if batches is not None and not any(stream.has_tokens(model, each) for each in batches):
+        raise InvalidInput("calibration has no token: its tensors are empty, or all of a mask is 0")
     with evaluated(model), torch.inference_mode(False), torch.no_grad():
         stacks = stream.stacks_of(model)
         configs, skipped = targets(model, config, filter_fn, stacks)
@@ -233,7 +241,7 @@ class _Run(Passes):
                 progress(done, max(total, done + 1), name or type(block).__name__)
                 own = {each: self._layer(each) for each in names if is_in(each, name)}
                 if done < self.state.data["finished"]:
-                    self._restore(done, own)
+                    self._replace(self._read(done, own))
                     if line is not None:
                         line.drop(index)
                 else:
@@ -346,67 +354,74 @@ class _Run(Passes):
         done: int,
     ) -> None:
         """Prune the layers of one block, replace them, and save what was done."""
-        finished: dict[str, Tensor] = {}
         state = self.state.data
-        dense: Any = None
-        with self._computed(block):
-            masks: dict[str, Tensor] = {}
-            if line is None:
-                for each, layer in layers.items():
-                    masks[each] = self._prune_layer(each, layer, None, 0.0)
-            else:
-                dense = copied(name or "the model", block)
-                originals = {each: layer_of(dense, _within(each, name)) for each in layers}
-                groups = self._groups(line, index, dense, originals)
-                residuals: dict[str, TensorPlace] = {}
-                if self.settings.reconstruct is not None and groups:
-                    residuals = residuals_of(dense, originals, lambda: line.call(dense, index, DENSE, 0))
-                units = []
-                if self.settings.permute and self.settings.method == "obs":
-                    units = free_units(line, index, dense, originals, groups, self.configs)
-                live: dict[str, Live] = {}
-                for group, calls in groups.items():
-                    began = time.monotonic()
-                    for own in units:
-                        if own.makers[0] in group:
-                            only, follow = (own.taker,), self.settings.reconstruct is not None
-                            (behind,) = self._moments(
-                                line, index, dense, block, originals, layers, only, groups[only], residuals
-                            )
-                            if behind is not None:
-                                live |= own.sort(originals, layers, self.configs, behind, follow)
-                    moments = self._moments(
-                        line, index, dense, block, originals, layers, group, calls, residuals
-                    )
-                    shared = (time.monotonic() - began) / len(group)
-                    for each in group:
-                        masks[each] = self._prune_layer(each, layers[each], moments, shared, live.get(each))
-                self._advance(line, index, dense, DENSE)
-                if self.settings.reconstruct == "block" and masks:
-                    self._fit(line, index, block, {each: layers[each] for each in masks}, masks)
-                self._advance(line, index, block, PRUNED)
-            while self.rounding:
-                self.rounding.pop().remove()
-            for each in layers:
-                if each not in masks:
-                    state["skipped"][each] = "is not called with the calibration"
-                    continue
-                w, bias = weights_of(layers[each])
-                finished[f"{each}.weight"], finished[f"{each}.mask"] = w, masks[each]
-                if bias is not None:
-                    finished[f"{each}.bias"] = bias
-                self._replace(each, w, masks[each], bias)
+        with restored(layers.values()) as before, self._computed(block):
+            dense = None if line is None else copied(name or "the model", block)
+            try:
+                if line is None:
+                    masks = {each: self._prune_layer(each, own, None, 0.0) for each, own in layers.items()}
+                else:
+                    masks = self._prune_layers(line, index, dense, block, name, layers)
+            finally:
+                while self.rounding:
+                    self.rounding.pop().remove()
+            finished = {
+                each: (masks[each], *weights_of(own)) for each, own in layers.items() if each in masks
+            }
+            self._replace(finished)
+            before.clear()
+            left = [each for each in layers if each not in masks]
+            state["skipped"] |= dict.fromkeys(left, "is not called with the calibration")
             if line is not None and dense is not None and masks and stream.device_of(block).type == "cuda":
                 times = seconds_of(dense, block, line.arguments(index, DENSE, 0, stream.device_of(block)))
                 state["measured"] = [a + b for a, b in zip(state["measured"], times, strict=True)]
-            dense = None
         if self.folder is not None:
-            parts = {each: part.detach().to("cpu").contiguous() for each, part in finished.items()}
+            parts = {
+                f"{each}.{part}": value.detach().to("cpu").contiguous()
+                for each, values in finished.items()
+                for part, value in zip(PARTS, values, strict=True)
+                if value is not None
+            }
             stream.write_tensors(self.folder / _finished(done), parts)
         state["finished"] = done + 1
         self.state.save()
         if line is not None:
             line.drop(index)
+
+    def _prune_layers(
+        self, line: Stream, index: int, dense: Any, block: nn.Module, name: str, layers: dict[str, Any]
+    ) -> dict[str, Tensor]:
+        """Prune the layers of a block in the order of their calls; return their masks."""
+        masks: dict[str, Tensor] = {}
+        follow = self.settings.reconstruct is not None
+        originals = {each: layer_of(dense, _within(each, name)) for each in layers}
+        groups = self._groups(line, index, dense, originals)
+        residuals: dict[str, TensorPlace] = {}
+        if follow and groups:
+            residuals = residuals_of(dense, originals, groups, lambda: line.call(dense, index, DENSE, 0))
+        units = []
+        if self.settings.permute and self.settings.method == "obs":
+            units = free_units(line, index, dense, originals, groups, self.configs)
+        live: dict[str, Live] = {}
+        for group, calls in groups.items():
+            began = time.monotonic()
+            for own in units:
+                if own.makers[0] in group:
+                    only = (own.taker,)
+                    (behind,) = self._moments(
+                        line, index, dense, block, originals, layers, only, groups[only], residuals
+                    )
+                    if behind is not None:
+                        live |= own.sort(originals, layers, self.configs, behind, follow)
+            moments = self._moments(line, index, dense, block, originals, layers, group, calls, residuals)
+            shared = (time.monotonic() - began) / len(group)
+            for each in group:
+                masks[each] = self._prune_layer(each, layers[each], moments, shared, live.get(each))
+        self._advance(line, index, dense, DENSE)
+        if self.settings.reconstruct == "block" and masks:
+            self._fit(line, index, block, name, {each: layers[each] for each in masks}, masks)
+        self._advance(line, index, block, PRUNED)
+        return masks
 
     def _prune_layer(
         self,
@@ -429,7 +444,8 @@ class _Run(Passes):
                 found.append(pruned(name, *part, config, each, update, live))
         made, why = joined(found), self.whys.get(name, "")
         if moments is not None and lone:
-            why = f"no token of the calibration reaches {lone} of {len(parts)} experts, pruned by magnitude"
+            some = f"{lone} of {len(parts)} experts" if isinstance(layer, PackedLinear) else "it"
+            why = f"no token of the calibration reaches {some}, pruned by magnitude"
         # Not written in place: a loader may have mapped the old values, and pages that are written stay in memory.
         if bias is not None and made.bias is not None:
             bias.copy_(made.bias)
@@ -438,7 +454,7 @@ class _Run(Passes):
         else:
             layer.weight.data = made.weight.T if is_conv1d(layer) else made.weight
             if isinstance(config, Float8):  # for the layers after it, its inputs are rounded too
-                self.rounding.append(layer.register_forward_pre_hook(_rounds))
+                self.rounding.append(layer.register_forward_pre_hook(_rounds, with_kwargs=True))
         row = LayerRow(
             name,
             shape_of(layer),
@@ -461,6 +477,7 @@ class _Run(Passes):
         line: Stream,
         index: int,
         block: nn.Module,
+        name: str,
         layers: dict[str, Any],
         masks: dict[str, Tensor],
     ) -> None:
@@ -483,9 +500,9 @@ class _Run(Passes):
             return total
 
         weights, biases = [], []
-        for name, layer in layers.items():
+        for each, layer in layers.items():
             _, bias = weights_of(layer)
-            mask, sides = masks[name], masked_sides(self.configs[name])
+            mask, sides = masks[each], masked_sides(self.configs[each])
             if sides is not None:
                 mask = elements_of(mask, sides, weights_of(layer)[0].shape)
             if isinstance(layer, PackedLinear):
@@ -495,50 +512,53 @@ class _Run(Passes):
             biases += [] if bias is None else [bias]
 
         def finish() -> None:
-            for name, layer in layers.items():
-                if isinstance(self.configs[name], Float8):
+            for each, layer in layers.items():
+                if isinstance(self.configs[each], Float8):
                     for weight, _ in parts_of(layer):
                         weight.copy_(rounded(weight))
 
-        fitting.fit_block(weights, biases, loss, len(line), finish)
+        fitting.fit_block(name or type(block).__name__, weights, biases, loss, len(line), finish)
 
-    def _restore(self, done: int, layers: dict[str, Any]) -> None:
-        """Replace the layers of a block by those of a run before."""
+    def _read(self, done: int, layers: dict[str, Any]) -> dict[str, tuple[Tensor, Tensor, Tensor | None]]:
+        """Mask, weight and bias of the layers of a block that a run before has pruned."""
         assert self.folder is not None
         path = self.folder / _finished(done)
-        found = stream.read_tensors(path)
+        found, made = stream.read_tensors(path), {}
         for name, layer in layers.items():
             if name in self.state.data["skipped"]:
                 continue
             w, bias = weights_of(layer)
             sides = masked_sides(self.configs[name])
             shape = w.shape if sides is None else grid_of((len(w), w.shape[1]), sides)
-            wanted = {"weight": (w.dtype, w.shape), "mask": (torch.bool, torch.Size(shape))}
-            wanted |= {} if bias is None else {"bias": (bias.dtype, bias.shape)}
-            parts: dict[str, Tensor] = {}
-            for part, (dtype, sides) in wanted.items():
+            wanted = [(torch.bool, torch.Size(shape)), (w.dtype, w.shape)]
+            wanted += [] if bias is None else [(bias.dtype, bias.shape)]
+            parts: list[Tensor] = []
+            for part, (dtype, sides) in zip(PARTS, wanted, strict=False):
                 each = found.get(f"{name}.{part}")
                 if each is None or (each.dtype, each.shape) != (dtype, sides):
                     raise InvalidFile(
                         f"{path}: {name}.{part} must be {dtype} {list(sides)}; use another folder"
                     )
-                parts[part] = each.to(w.device)
-            self._replace(name, parts["weight"], parts["mask"], parts.get("bias"))
+                parts.append(each.to(w.device))
+            made[name] = (parts[0], parts[1], None if bias is None else parts[2])
+        return made
 
-    def _replace(self, name: str, w: Tensor, mask: Tensor, bias: Tensor | None) -> None:
-        """Put a sparse layer in the place of a dense one."""
-        old = self._layer(name)
-        made = sparse_layer(w, mask, None if isinstance(old, PackedLinear) else bias, self.configs[name])
-        _, own = weights_of(old)
-        if bias is not None and own is not None and bias is not own:
-            own.copy_(bias)
-        swap(self.model, {name: adopt(made, old)})
+    def _replace(self, finished: Mapping[str, tuple[Tensor, Tensor, Tensor | None]]) -> None:
+        """Put sparse layers of (mask, weight, bias) in the places of dense ones, all or none."""
+        made, biases = {}, []
+        for name, (mask, w, bias) in finished.items():
+            old = self._layer(name)
+            new = sparse_layer(w, mask, None if isinstance(old, PackedLinear) else bias, self.configs[name])
+            made[name] = adopt(new, old)
+            biases += [] if bias is None else [(weights_of(old)[1], bias)]
+        for own, bias in biases:
+            if own is not bias:
+                own.copy_(bias)
+        swap(self.model, made)
 
     def _fingerprint(self, planner: Auto | None) -> str:
-        """What a folder is of: weights, configs, arguments and calibration."""
-        weights = stream.checksum(self._layer(name).weight for name in self.configs)
-        leaves = tree_leaves(self.batches)
-        data = stream.checksum(each for each in leaves if isinstance(each, Tensor))
+        """What a folder is of: the model, configs, arguments and calibration."""
+        weights, data = model_facts(self.model), tree_facts(self.batches)
         configs = {
             name: each if isinstance(each, str) else each.to_dict() for name, each in self.configs.items()
         }
@@ -550,9 +570,9 @@ class _Run(Passes):
         return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _rounds(layer: nn.Module, given: tuple[Any, ...]) -> tuple[Any, ...]:
+def _rounds(layer: nn.Module, *given: Any) -> Any:
     """A hook that rounds the inputs of a layer as a product in FP8 does; gradients pass through."""
-    return tuple(x + (rounded(x).to(x.dtype) - x).detach() if isinstance(x, Tensor) else x for x in given)
+    return tree_map_only(Tensor, lambda x: x + (rounded(x).to(x.dtype) - x).detach(), given)
 
 
 def _within(name: str, block: str) -> str:

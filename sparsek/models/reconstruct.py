@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from sparsek.core.errors import InvalidInput, first_line
 from sparsek.models.obs import ELEMENTS
 from sparsek.models.scores import Moments, damped, solver_dtype
 
@@ -127,6 +128,7 @@ def _extended(w: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def fit_block(
+    name: str,
     layers: Sequence[tuple[nn.Parameter, Tensor]],
     biases: Sequence[nn.Parameter],
     loss: Callable[[int], Tensor],
@@ -137,7 +139,8 @@ def fit_block(
     """Steps of Adam on the stored values of a block's layers, (weight, its mask), and on their biases.
 
     `loss(batch)` compares outputs of the block with the dense ones. The best of the mean losses before and after
-    decides: without a gain the weights return to what they were. `finish()` rounds the weights of layers in FP8.
+    decides: without a gain the weights return to what they were. `finish()` rounds the weights of layers in FP8. Raises
+    InvalidInput with the name of a block whose outputs have no gradients.
     """
     parameters = [*(weight for weight, _ in layers), *biases]
     before = [each.detach().clone() for each in parameters]
@@ -150,22 +153,47 @@ def fit_block(
     first = measured()
     adam = torch.optim.Adam(parameters, lr=RATE, foreach=False)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(adam, steps)
-    with torch.enable_grad():
-        for each in parameters:
-            each.requires_grad_()
-        for step in range(steps):
-            value = loss(step % batches)
-            gradients = torch.autograd.grad(value, parameters)
-            for each, gradient in zip(parameters, gradients, strict=True):
-                each.grad = gradient
-            for weight, mask in layers:
-                weight.grad = None if weight.grad is None else weight.grad.masked_fill(~mask, 0)
-            adam.step()
-            schedule.step()
-    for each, needs in zip(parameters, learned, strict=True):
-        each.grad = None
-        each.requires_grad_(needs)
+    learns = False
+    try:
+        with torch.enable_grad():
+            for each in parameters:
+                each.requires_grad_()
+            for step in range(steps):
+                gradients = _gradients(name, loss(step % batches), step % batches, parameters)
+                learns |= any(each is not None for each in gradients)
+                if not learns and step + 1 == min(batches, steps):
+                    raise InvalidInput(
+                        f'{name}: reconstruct="block" needs gradients, and none of its outputs has them, as under '
+                        'torch.no_grad or after detach(); reconstruct="layer" needs none'
+                    )
+                for each, gradient in zip(parameters, gradients, strict=True):
+                    each.grad = gradient
+                for weight, mask in layers:
+                    weight.grad = None if weight.grad is None else weight.grad.masked_fill(~mask, 0)
+                adam.step()
+                schedule.step()
+    finally:
+        for each, needs in zip(parameters, learned, strict=True):
+            each.grad = None
+            each.requires_grad_(needs)
     finish()
     better = measured() < first
     for each, old in zip(parameters, before, strict=True):
         each.data.copy_(torch.where(better, each.data, old))
+
+
+def _gradients(
+    name: str, value: Tensor, batch: int, parameters: Sequence[nn.Parameter]
+) -> Sequence[Tensor | None]:
+    """Those of the loss of a batch, a value; None for what it does not depend on."""
+    if not value.requires_grad:
+        return [None] * len(parameters)
+    try:
+        return torch.autograd.grad(value, parameters, allow_unused=True)
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:
+        raise InvalidInput(
+            f'{name}: reconstruct="block" needs gradients of calibration batch {batch}: {first_line(error)}; '
+            'reconstruct="layer" needs none'
+        ) from error

@@ -121,7 +121,7 @@ def sparsify_(
         >>> report.skipped[0].why_not
         'has 1x8 blocks of 32x32; at least 2x2 are needed'
     """
-    _check_model(model, filter_fn, "sparsify_")
+    check_model(model, filter_fn, "sparsify_")
     check_rules(config)
     arguments.flag("skip_slower", skip_slower)
     tokens = arguments.integer("tokens", tokens, 1, INT32_MAX)
@@ -240,7 +240,7 @@ def densify_(model: nn.Module, filter_fn: Callable[[nn.Module, str], bool] | Non
           (0): Linear(in_features=128, out_features=256, bias=True)
         )
     """
-    _check_model(model, filter_fn, "densify_")
+    check_model(model, filter_fn, "densify_")
     made: dict[str, Any] = {}
     of_layer: dict[int, Any] = {}
     learning = [each.requires_grad for each in model.parameters()]
@@ -384,7 +384,7 @@ def _layers(model: nn.Module) -> Any:
             yield name, layer
 
 
-def _check_model(model: Any, filter_fn: Any, verb: str) -> None:
+def check_model(model: Any, filter_fn: Any, verb: str) -> None:
     """InvalidInput for anything whose layers cannot be replaced, and for a filter that is no function."""
     if filter_fn is not None and not callable(filter_fn):
         raise InvalidInput(

@@ -277,29 +277,46 @@ def batches_of(calibration: Any, name: str = "calibration batch {}") -> list[Bat
     return batches
 
 
+def has_tokens(model: nn.Module, batch: Batch) -> bool:
+    """Whether any token of a batch counts."""
+    sizes = [each.numel() for each in tensors_in(batch) if each.ndim]
+    masks = padding_of(batch, decodes(model))
+    return any(sizes or [1]) and (not masks or any(bool(each.any()) for each in masks))
+
+
 def checksum(tensors: Iterable[Tensor]) -> int:
-    """The CRC-32 of tensors, by dtype, shape and bytes."""
+    """The CRC-32 of tensors, by dtype, shape and bytes; of those that are not plain, by their text."""
     found = 0
     for each in tensors:
-        flat = each.detach().to(CPU).contiguous().reshape(-1)
-        found = zlib.crc32(f"{each.dtype}{list(each.shape)}".encode(), found)
-        found = zlib.crc32(flat.view(torch.uint8).numpy().data, found)
+        part = each.detach()
+        found = zlib.crc32(f"{part.dtype}{list(part.shape)}".encode(), found)
+        if type(part) is Tensor and part.layout == torch.strided and not (part.is_meta or part.is_quantized):
+            flat = part.resolve_conj().resolve_neg().to(CPU).contiguous().reshape(-1)
+            found = zlib.crc32(flat.view(torch.uint8).numpy().data, found)
+        else:
+            found = zlib.crc32(repr(part).encode(), found)
     return found
 
 
-def moved(value: Any, device: torch.device) -> Any:
-    """A tree of arguments with its tensors on a device."""
+def moved(value: Any, device: torch.device, copy: bool = False) -> Any:
+    """A tree of arguments with its tensors on a device. `copy`: with other tensors, which a module may write to."""
     leaves, tree = tree_flatten(value)
-    return tree_unflatten([each.to(device) if isinstance(each, Tensor) else each for each in leaves], tree)
+    made = {id(each): each.to(device, copy=copy) for each in leaves if isinstance(each, Tensor)}
+    return tree_unflatten([made.get(id(each), each) for each in leaves], tree)
 
 
-def padding_of(batch: Batch, decodes: bool) -> list[Tensor]:
+def decodes(model: nn.Module) -> bool:
+    """Whether a model is an encoder-decoder."""
+    return bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
+
+
+def padding_of(batch: Batch, has_decoder: bool) -> list[Tensor]:
     """Which tokens of a batch count: its attention_mask [B, T], and of an encoder-decoder that of the decoder too.
 
     Without a decoder_attention_mask these are the labels that are not IGNORED.
     """
     masks = [batch[1].get("attention_mask")]
-    if decodes:
+    if has_decoder:
         labels = batch[1].get("labels")
         words = labels != IGNORED if isinstance(labels, Tensor) else None
         masks.append(batch[1].get("decoder_attention_mask", words))
@@ -348,7 +365,7 @@ def _recorded(
     made = StackCalls()
     onward = number == 0 and not other and len(stack.blocks) > 1
     blocks = list(stack.blocks.values())
-    places: dict[int, int] = {}
+    places: dict[tuple[int, int], int] = {}
     alive: list[Any] = []  # an id is of one object only while this lives
     last: dict[int, tuple[int, int]] = {}  # what the block before has returned, with versions
     gone: set[int] = set()  # what those before it have returned, and other objects
@@ -391,14 +408,15 @@ def _recorded(
             if version_of(leaf) != version:
                 raise NoSequence
             return Flow(index)
-        if id(leaf) not in places:
-            places[id(leaf)] = len(made.tensors)
+        place = id(leaf), version_of(leaf)
+        if place not in places:
+            places[place] = len(made.tensors)
             alive.append(leaf)
-            made.tensors.append(leaf.detach().to(CPU))
-        return Constant(places[id(leaf)])
+            made.tensors.append(leaf.detach().to(CPU, copy=True))  # a block may write to it
+        return Constant(places[place])
 
     forwards, own = [block.forward for block in blocks], [vars(block).get("forward") for block in blocks]
-    args, kwargs = moved(batch, device_of(model))
+    args, kwargs = moved(batch, device_of(model), copy=True)
     hooks = [head.register_forward_pre_hook(stop) for head in output_embeddings(model)] if onward else []
     try:
         for at, block in enumerate(blocks):
@@ -446,8 +464,7 @@ class Stream:
         self.stack, self.store, self.label, self.batches = stack, store, label, batches
         self.recorded = {DENSE: DENSE, PRUNED: DENSE}  # whose arguments a side takes
         self.records = self._record(model, DENSE)
-        decodes = bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
-        self.padding = [padding_of(batch, decodes) for batch in batches]
+        self.padding = [padding_of(batch, decodes(model)) for batch in batches]
 
     def __len__(self) -> int:
         return len(self.records)
@@ -488,10 +505,10 @@ class Stream:
 
         def given(leaf: Any) -> Any:
             if isinstance(leaf, Flow):
-                return flows[str(leaf.index)].to(device)
-            return fixed[str(leaf.index)].to(device) if isinstance(leaf, Constant) else leaf
+                return flows[str(leaf.index)]
+            return fixed[str(leaf.index)] if isinstance(leaf, Constant) else leaf
 
-        return tree_unflatten([given(each) for each in leaves], tree)
+        return moved(tree_unflatten([given(each) for each in leaves], tree), device, copy=True)
 
     def outputs(self, returned: Any, block: int, batch: int) -> dict[str, Tensor]:
         """The tensors of a block's result that flow on; of the last block, all of floats."""

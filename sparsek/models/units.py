@@ -206,7 +206,7 @@ class _Trial:
             return noise.to(found)
 
         def take(_: Any, args: Any, kwargs: Any) -> None:
-            taken.append(args[0] if args else next(iter(kwargs.values())))
+            taken.append((args[0] if args else next(iter(kwargs.values()))).clone())  # or written to later
 
         hooks: list[Any] = [self.layers[name].register_forward_hook(make) for name in makers]
         hooks.append(layer.register_forward_pre_hook(take, with_kwargs=True))

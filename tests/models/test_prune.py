@@ -484,7 +484,7 @@ def made_for_inference() -> nn.Module:
         ({"config": {"a": 3}}, "the rule for 'a' is 3"),
         ({"config": {"nothing*": HALF}}, "no layer to prune"),
         ({"config": sk.BlockSparse(128)}, "less than a block of 128x128"),
-        ({"model": nn.Linear(32, 32)}, "is the model itself"),
+        ({"model": nn.Linear(32, 32)}, "model is itself a Linear"),
         ({"method": "best"}, "method is 'best'"),
         ({"reconstruct": "all"}, "reconstruct is 'all'"),
         ({"budget": "none"}, "budget is 'none'"),

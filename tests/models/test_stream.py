@@ -188,7 +188,7 @@ def test_residuals_are_found_by_value():
 
     block = Residual()
     layers = {name: block.get_submodule(name) for name in "abc"}
-    found = passes.residuals_of(block, layers, lambda: block(torch.randn(5, 8)))
+    found = passes.residuals_of(block, layers, [*zip("abc")], lambda: block(torch.randn(5, 8)))
     assert found.keys() == {"a", "c"}
     assert found["a"] in {passes.TensorPlace("", False, 0), passes.TensorPlace("norm", False, 0)}
     assert found["c"] in {passes.TensorPlace("after", True, 0), passes.TensorPlace("b", False, 0)}

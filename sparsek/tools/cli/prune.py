@@ -40,6 +40,13 @@ HELD_OUT = 10  # of so many texts one is held out
 MOST_TEXTS = 256  # of an evaluation
 
 
+class Text(NamedTuple):
+    """A text, and what a decoder writes of it."""
+
+    text: str
+    target: str | None = None
+
+
 def prune(
     model: Annotated[
         Path,
@@ -135,6 +142,7 @@ def prune(
         texts, held_out = _split(texts, calib)
     found, tokenizer, task = _loaded(model)
     _check_globs(found, rule or [])
+    _check_words(tokenizer, texts, model)
     data = _Data(tokenizer, task, min(length, _longest(found, tokenizer)), batch)
     for path, those in ((calib, texts), (evaluate or calib, held_out)):
         if task == PAIRS and any(each.target is None for each in those):
@@ -256,6 +264,19 @@ def _check_globs(model: Any, given: Sequence[str]) -> None:
             )
 
 
+def _check_words(tokenizer: Any, texts: Sequence[Text], path: Path) -> None:
+    """InvalidInput for a tokenizer without words, as transformers makes one for a folder without its files."""
+    special, seen = {*tokenizer.all_special_ids}, set()
+    for text, _ in texts:
+        seen |= {*tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]} - special
+        if len(seen) > 1:
+            return
+    raise InvalidInput(
+        f"{path}: its tokenizer makes {len(seen)} different tokens of the texts, besides special ones; the folder "
+        "needs the files of the tokenizer, such as tokenizer.json, tokenizer.model or vocab.txt"
+    )
+
+
 def _folder(out: Path, resume: bool) -> Path:
     """The folder of the run, in that of the checkpoint. Raises InvalidInput where there is something else."""
     folder = out / UNFINISHED
@@ -272,13 +293,6 @@ def _folder(out: Path, resume: bool) -> Path:
 
 def _usual_device() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
-
-
-class Text(NamedTuple):
-    """A text, and what a decoder writes of it."""
-
-    text: str
-    target: str | None = None
 
 
 def _texts(path: Path) -> list[Text]:

@@ -253,6 +253,17 @@ def test_folders_that_are_no_dense_checkpoint_are_refused(run, made: Any, tmp_pa
         assert result.exit_code == 2
 
 
+def test_a_folder_without_a_tokenizer_is_refused(run, made: Any, tmp_path: Path) -> None:
+    for name in ("llama", "bert", "t5"):
+        for each in ("config.json", "model.safetensors"):
+            (tmp_path / name).mkdir(exist_ok=True)
+            (tmp_path / name / each).symlink_to(made[name] / each)
+        result = run("prune", tmp_path / name, "-o", tmp_path / f"{name}-out", "--calib", made["pairs"])
+        said = " ".join(result.stderr.split())
+        assert "needs the files of the tokenizer" in said or "transformers cannot load it" in said
+        assert result.exit_code == 2
+
+
 def test_blocks_run_elsewhere_one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU: a block is moved there with its arguments and back with what it returns, and so is a head."""
     from tests.models.test_prune import Model, batches
