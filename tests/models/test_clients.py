@@ -18,7 +18,7 @@ import sparsek as sk
 from sparsek.core.errors import InvalidInput
 from sparsek.nn import SparseLinear
 from tests.house.tools import need
-from tests.models.test_gated_experts import HALF, Gated, mixtral
+from tests.models.test_gated_experts import HALF, Gated
 
 FORMS = (sk.BlockSparse(block=16, keep=0.5), sk.SemiSparse(), sk.Float8(sk.SemiSparse()))
 each_form = pytest.mark.parametrize("form", FORMS, ids=str)
@@ -214,9 +214,3 @@ def test_parametrized_modules_keep_their_class() -> None:
         y = made(x)
         sk.densify_(made)
         torch.testing.assert_close(made(x), y)
-    model = mixtral()
-    experts = model.model.layers[0].mlp.experts
-    experts.factor = nn.Parameter(torch.ones(()))
-    parametrize.register_parametrization(experts, "factor", Doubled())
-    skipped = sk.sparsify_(model, {"*experts*": HALF, "*": None}).skipped
-    assert sum("parametrization; remove it first" in row.why_not for row in skipped) == 2

@@ -389,13 +389,15 @@ def test_experts_whose_class_stays_leave_the_model_as_it_was(monkeypatch: pytest
     model = mixtral()
     experts, linear = model.model.layers[0].mlp.experts, model.model.layers[0].self_attn.q_proj
     with monkeypatch.context() as patched:
-        patched.setattr(
-            "sparsek.nn.replace.fitted_class", lambda kind, base: type(base.__name__, (int, base), {})
-        )
+        patched.setattr("sparsek.nn.replace.fitted_class", lambda kind, base: type("X", (int, base), {}))
         with pytest.raises(InvalidInput, match="MixtralExperts cannot be sparse"):
             sk.sparsify_(model, HALF)
     assert model.model.layers[0].self_attn.q_proj is linear
-    assert [name for name, _ in experts.named_parameters()] == ["gate_up_proj", "down_proj"]
+    assert [*experts._parameters] == ["gate_up_proj", "down_proj"]
+    experts.factor = nn.Parameter(torch.ones(()))
+    nn.utils.parametrize.register_parametrization(experts, "factor", nn.Identity())
+    skipped = sk.sparsify_(model, {"*experts*": HALF, "*": None}).skipped
+    assert sum("parametrization; remove it first" in row.why_not for row in skipped) == 2
 
 
 def test_experts_whose_rows_are_no_whole_blocks_are_skipped() -> None:
