@@ -14,6 +14,7 @@ from sparsek.attn.mask.mask import BlockMask
 from sparsek.attn.plan.attention_grad_schedule import (
     FULL,
     NO_TICKET,
+    ROOM,
     GradSchedule,
     TileParts,
     schedule,
@@ -248,6 +249,21 @@ def test_members_whose_rows_do_not_fit_in_l2_have_parts(
     assert cut.count(p) == wanted
     assert cut.ranges * cut.tiles(p) >= tiles > (cut.ranges - 1) * cut.tiles(p)
     assert tile_parts(replace(p, members=0), 132) == (p.group, 1)
+    # Sums keep their order, so bits are the same, when true sizes replace the bounds.
+    assert tile_parts(replace(p, exact=True, stored=8 * groups * tiles, longest=9), 132) == cut
+
+
+def test_sums_of_parts_are_counted_with_padded_heads() -> None:
+    tokens = 16384
+    p = problem(BlockMask.causal(tokens, block=128), 1, 1, 1)
+    p = replace(p, q_len=tokens * 8, members=8, dim=72, v_dim=72)
+    assert 4 * tokens * 2 * 128 * tile_parts(p, 132).count(p) <= ROOM
+
+
+@pytest.mark.parametrize("without", ["batch", "q_len", "kv_len"])
+def test_without_rows_or_keys_nothing_is_cut(without: str) -> None:
+    p = replace(problem(BlockMask.causal(300, block=128), 1, 4, 2), members=16, **{without: 0})
+    assert tile_parts(p, 132).ranges == 1
 
 
 def test_a_tile_that_every_token_sees_is_spread_over_ctas() -> None:

@@ -32,7 +32,8 @@ from torch import Tensor
 
 from sparsek.attn.mask.lists import BlockLists
 from sparsek.attn.mask.mask import BlockMask
-from sparsek.attn.plan.problems import AttentionProblem
+from sparsek.attn.plan.kernels import padded_heads
+from sparsek.attn.plan.problems import TILE_ROWS, AttentionProblem
 
 TILE_FIELDS = 8
 VISIT_FIELDS = 4
@@ -43,6 +44,7 @@ SECTION = 0.4  # of L2, for what the CTAs of a section read and add to
 BAND = 0.7  # of L2, for the rows in use where the heads of a section take each column in turn
 SHORTEST = 8  # visits of a part of a tile that every query sees
 ROOM = 1 << 27  # bytes of the sums of parts, at least
+CHOSEN = 16  # blocks of a token, as far as parts depend on them
 GOLDEN_BITS = 16
 GOLDEN = 25033  # 2^16 times the golden section of a list, between the starts of two CTAs: no two of many come close
 
@@ -110,21 +112,22 @@ def tile_parts(p: AttentionProblem, ctas: int) -> TileParts:
     """The parts of key tiles: one, but more in a mask by members.
 
     There a group is one packed head or few, and its rows may be far more than fit in L2. Its tokens' lists have sinks.
-    The bounds of its sizes, up to a list for every token, are no guide to how many blocks the tiles have. The parts are
-    so many that the rows of CTAs that run together fit in L2. A part of a tile that every query sees is at most half a
-    CTA's share, if tiles have as many blocks as a token may. It has at least SHORTEST visits. There are no more float32
-    sums of keys than of queries, or than ROOM bytes.
+    The parts depend on shapes only: sizes are bounds first and true ones later, and the order of sums stays. The parts
+    are so many that the rows of CTAs that run together fit in L2. A part of a tile that every query sees is at most
+    half a CTA's share, if tiles have as many blocks as lists of CHOSEN. It has at least SHORTEST visits. There are no
+    more float32 sums of keys than of queries, or than ROOM bytes.
     """
-    tiles, columns = p.grid
-    heads, visits = max(1, p.batch * p.kv_heads), p.group * tiles
+    (tiles, columns), heads = p.grid, p.batch * p.kv_heads
+    visits = p.group * tiles if heads else 0
     if not (p.members and visits and columns):
         return TileParts(p.group, 1)
     together = -(-19 * ctas // (10 * columns))  # heads of a section at least, as in `sections`
     in_l2 = -(-visits * together // max(1, band_room(replace(p, kv_heads=p.q_heads))))
-    least = p.visited if p.exact else heads * visits * max(1, p.longest * p.members // p.block[0])
-    even = -(-2 * ctas * visits // max(1, least))
-    one = 4 * p.batch * p.kv_heads * columns * p.block[1] * (p.dim + p.v_dim)  # bytes of sums of all keys
-    room = max(ROOM, 4 * p.batch * p.q_heads * p.q_len * p.dim) // one
+    listed = min(columns, CHOSEN * TILE_ROWS // p.members)  # prose: allow
+    even = -(-2 * ctas // (heads * max(1, listed * p.members // p.block[0])))
+    dim, v_dim = padded_heads(p)
+    one = 4 * heads * columns * p.block[1] * (dim + v_dim)  # bytes of sums of all keys
+    room = max(ROOM, 4 * p.batch * p.q_heads * p.q_len * dim) // one
     most = max(1, min(max(in_l2, even), room, visits // SHORTEST))
     if most <= p.group:
         of_part = max(

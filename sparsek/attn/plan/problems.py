@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 TILE_ROWS = 128  # of a tile of tokens times heads
+MOST_HEADS = 64  # of a token, in a tile: kernels take as many rows a step
 
 
 class Heads:
@@ -97,7 +98,8 @@ class AttentionProblem(Heads):
         """The heads of a token that may be rows of one tile: of a mask by members, as far as they share lists."""
         if self.members != 1:
             return 1
-        return gcd(TILE_ROWS // self.block[0], self.group if self.mask_heads in (1, self.kv_heads) else 1)
+        rows = min(MOST_HEADS, TILE_ROWS // self.block[0])
+        return gcd(rows, self.group if self.mask_heads in (1, self.kv_heads) else 1)
 
     @property
     def packed(self) -> Self:

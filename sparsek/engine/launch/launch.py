@@ -72,8 +72,10 @@ def launch_direct(
 
     `args` are all parameters in order, constants too; `first` the same for the JIT. Triton compiles for the dtypes of
     tensors and for None by itself; `key` must differ wherever else it would compile differently: also where an int
-    passes int32, which no kernel here does.
+    passes int32, which no kernel here does. Without CTAs nothing is launched.
     """
+    if not ctas:
+        return
     if device.type == "cuda" and device.index != torch.cuda.current_device():
         with torch.cuda.device(device):
             launch_direct(kernel, device, ctas, args, key, first, **options)
@@ -132,8 +134,11 @@ def launch_cuda(
     """Launches a CUDA C++ kernel on `device`, torch's current one, and its current stream.
 
     `arguments` are its parameters in order: Boxed matrices, passed as tensor maps, or ctypes structures whose
-    c_void_p fields are addresses. `owners` are the tensors that own this memory, operands or not.
+    c_void_p fields are addresses. `owners` are the tensors that own this memory, operands or not. Without blocks
+    nothing is launched.
     """
+    if not grid:
+        return
     made = recorder()
     cells = []
     for each in arguments:

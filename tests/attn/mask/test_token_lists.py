@@ -182,3 +182,24 @@ def test_other_lists_are_refused(words: str, options: dict[str, Any]) -> None:
 def test_lists_that_do_not_fit_q_and_k_are_refused(shape: tuple[int, ...]) -> None:
     lists = sk.TokenLists(torch.zeros(shape, dtype=torch.int32), 64)
     refused("need lists of 1 or 1 batch items, 1, 2 or 4 heads, and 10 queries", sk.attention, Q, K, K, lists)
+
+
+@pytest.mark.parametrize("sizes", [(0, 33, 33), (1, 0, 33), (1, 33, 0), (0, 0, 0)], ids=str)
+@pytest.mark.parametrize("window", [0, 8])
+def test_there_may_be_no_batch_items_queries_or_keys(sizes: tuple[int, int, int], window: int) -> None:
+    batch, queries, keys = sizes
+    q, k, v = (
+        torch.randn(batch, *each, 64, requires_grad=True) for each in ((8, queries), (2, keys), (2, keys))
+    )
+    lists = sk.TokenLists(torch.zeros(1, 2, queries, 2, dtype=torch.int32), 64, window=window)
+    out = sk.attention(q, k, v, lists)
+    assert torch.equal(out, torch.zeros_like(q))
+    out.sum().backward()
+    for x in (q, k, v):
+        assert x.grad is not None
+        assert torch.equal(x.grad, torch.zeros_like(x))
+
+
+def test_no_heads_are_refused() -> None:
+    lists, none = sk.TokenLists(INDICES, 64), torch.empty(1, 0, 10, 8)
+    refused("q has 0 heads and k 0", sk.attention, none, none, none, lists)

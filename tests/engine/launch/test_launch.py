@@ -12,6 +12,7 @@ from torch import Tensor
 from sparsek.engine.launch import driver, launch
 from sparsek.engine.launch.driver import Code
 from sparsek.engine.launch.gluon import describe, launch_on
+from sparsek.engine.launch.launch import launch_cuda, launch_unspecialized
 
 KINDS = ("*bf16", "i32", "constexpr", "fp32", "*i32")
 
@@ -82,3 +83,9 @@ def test_an_output_in_another_dtype_is_another_kernel(monkeypatch: pytest.Monkey
             a.device, kernel, 1, (describe(a, (16, 16)), describe(out, (16, 16)), scale, "config", "source")
         )
     assert [args[1].base.dtype for args in asked] == [torch.bfloat16, torch.float16, torch.float32]
+
+
+def test_without_programs_nothing_is_launched() -> None:
+    """The driver refuses an empty grid; no kernel is found or compiled either."""
+    launch_unspecialized(None, torch.device("cuda", 0), 0, (), (), 4)
+    launch_cuda(ctypes.c_void_p(), 0, 128, 0, 0, (), ())

@@ -162,13 +162,14 @@ def halves_tiles(p: AttentionProblem) -> bool:
 def halved_tiles(mask: BlockMask) -> BlockMask:
     """A packed mask of one word an entry, without window and sinks, in tiles of half as many tokens. No sync.
 
-    Row 2 i + s of a head has the partial blocks of row i with bits of its half s, and its full blocks.
+    Row 2 i + s of a head has the partial blocks of row i with bits of its half s, and its full blocks. Rows may share
+    entries; the halves of each have places of their own, on a GPU others in every run.
     """
     (bq, bk), members, device = mask.block, mask.members, mask.device
     assert members is not None
     assert mask.rules is not None
     bits, tiles = bq // 2 // members.rows, -(-2 * mask.q_len // bq)
-    rows, room = mask.batch * mask.heads * tiles, max(1, 2 * len(mask.partial.indices))
+    rows, room = mask.batch * mask.heads * tiles, max(1, 2 * mask.sizes.partial)
     starts, counts, full_starts, full_counts = torch.empty(
         (4, rows), dtype=torch.int32, device=device
     ).unbind()
@@ -195,7 +196,8 @@ def halves(mask: BlockMask, bits: int, tiles: int, made: tuple[Tensor, ...]) -> 
     full_starts.copy_(mask.full.starts[row])
     full_counts.copy_(mask.full.counts[row])
     first, n = mask.partial.starts[row].long(), mask.partial.counts[row].long()
-    starts.copy_(2 * first + half * n)
+    of_rows = mask.partial.counts.long()
+    starts.copy_(2 * (of_rows.cumsum(0) - of_rows)[row] + half * n)
     each = torch.repeat_interleave(number, n)
     entry = first[each] + torch.arange(len(each), device=each.device) - (n.cumsum(0) - n)[each]
     own = rules[entry] >> (half[each] * bits) & ((1 << bits) - 1)
@@ -210,37 +212,40 @@ def halves(mask: BlockMask, bits: int, tiles: int, made: tuple[Tensor, ...]) -> 
 
 def launched_halves(mask: BlockMask, bits: int, tiles: int, made: tuple[Tensor, ...]) -> None:
     """As `halves`, by a launch."""
+    taken = torch.zeros(1, dtype=torch.int32, device=mask.device)
     args = (
-        *mask.partial, *mask.full[:2], mask.rules, *made, len(mask.partial.indices), mask.sizes.longest, mask.grid[0],
-        tiles,
+        *mask.partial, *mask.full[:2], mask.rules, *made, taken, len(mask.partial.indices), len(made[2]),
+        mask.sizes.longest, mask.grid[0], tiles,
     )  # fmt: skip
     launch_unspecialized(_halve, mask.device, mask.rows, args, (bits, ENTRIES), WARPS)
 
 
 @triton.jit(
-    do_not_specialize=("p_size", "longest", "grid_rows", "tiles"),
+    do_not_specialize=("p_size", "room", "longest", "grid_rows", "tiles"),
     do_not_specialize_on_alignment=(
         "p_starts", "p_counts", "p_indices", "f_starts", "f_counts", "rules", "starts", "counts", "indices", "words",
-        "full_starts", "full_counts",
+        "full_starts", "full_counts", "taken",
     ),
 )  # fmt: skip
 def _halve(
     p_starts, p_counts, p_indices, f_starts, f_counts, rules, starts, counts, indices, words, full_starts, full_counts,
-    p_size, longest, grid_rows, tiles, BITS: tl.constexpr, ENTRIES: tl.constexpr,
+    taken, p_size, room, longest, grid_rows, tiles, BITS: tl.constexpr, ENTRIES: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
     first = tl.minimum(tl.maximum(tl.load(p_starts + row), 0), p_size)
     n = tl.maximum(tl.minimum(tl.minimum(tl.load(p_counts + row), longest), p_size - first), 0)
+    base = 2 * tl.atomic_add(taken, n, sem="relaxed")
     for half in tl.static_range(2):
-        begin = 2 * first + half * n
+        begin = base + half * n
         found = 0
         for start in range(0, n, ENTRIES):
             e = start + tl.arange(0, ENTRIES)
             own = tl.load(rules + first + e, mask=e < n, other=0) >> (half * BITS) & ((1 << BITS) - 1)
             there = (e < n) & (own != 0)
             at = begin + found + tl.cumsum(there.to(tl.int32), 0) - 1
-            tl.store(indices + at, tl.load(p_indices + first + e, mask=there, other=0), mask=there)
-            tl.store(words + at, own, mask=there)
+            fits = there & (at < room)  # a mask with a fault may have more
+            tl.store(indices + at, tl.load(p_indices + first + e, mask=fits, other=0), mask=fits)
+            tl.store(words + at, own, mask=fits)
             found += tl.sum(there.to(tl.int32), 0)
         tile = row % grid_rows * 2 + half
         out = row // grid_rows * tiles + tile

@@ -12,11 +12,20 @@ import torch
 
 import sparsek as sk
 from sparsek.attn.kernels.backward import hopper_bwd
+from sparsek.attn.kernels.backward.schedule_bwd import padded_bounds
+from sparsek.attn.kernels.forward.packed_rows import halved_tiles, packed_mask
+from sparsek.attn.mask.lists import BlockLists, Members
 from sparsek.attn.mask.mask import BlockMask
 from sparsek.attn.plan.attention_grad_schedule import TileParts
 from sparsek.attn.plan.kernels import AttentionGradCall
 from sparsek.engine.table import load
-from tests.attn.attention_cases import MEMBER_CASES, AttentionCase, random_bits
+from tests.attn.attention_cases import (
+    MEMBER_CASES,
+    SHARED_ROWS,
+    AttentionCase,
+    random_bits,
+    shared_rows,
+)
 from tests.attn.kernels.backward.grad_cases import (
     Inputs,
     cases,
@@ -196,6 +205,74 @@ def test_lists_of_tokens_whose_tiles_are_cut(tokens: int, heads: int, groups: in
             x.fill_(torch.nan)
         graph.replay()
         assert all(torch.equal(a, b) for a, b in zip(found, again, strict=True)), f"seed {seed}: other bits"
+
+
+@pytest.mark.parametrize("case", SHARED_ROWS, ids=str)
+def test_half_tiles_of_rows_that_share_entries(case: str) -> None:
+    seed = fresh()
+    torch.manual_seed(seed)
+    given = inputs(
+        randn(2, 8, 64, 128), randn(2, 2, 512, 128), randn(2, 2, 512, 128), shared_rows(case, "cuda")
+    )
+    kernel = load(HOPPER)
+    assert kernel.default(problem(*given[:4])).block == (64, 128)
+    found = differentiate(kernel, given)
+    gate = judged(given, found)
+    assert gate.passed, f"seed {seed}: {gate}"
+    for _ in range(20):
+        again = differentiate(kernel, given)
+        assert all(torch.equal(a, b) for a, b in zip(found, again, strict=True)), f"seed {seed}: other bits"
+
+
+@pytest.mark.parametrize(("heads", "tokens", "dim"), [(128, 70, 128), (128, 70, 64), (8, 500, 128)])
+@pytest.mark.parametrize("name", [HOPPER, PORTABLE])
+def test_one_gradient_for_all_heads_of_tokens(name: str, heads: int, tokens: int, dim: int) -> None:
+    """Its stride over heads is 0, of rows that are read in place; 128 heads are packed 64 at a time."""
+    seed = fresh()
+    torch.manual_seed(seed)
+    q, k, v = (randn(1, each, tokens, dim) for each in (heads, 1, 1))
+    chosen = torch.randint(0, -(-tokens // 128), (1, 1, tokens, 2), device="cuda", dtype=torch.int32)
+    given = inputs(q, k, v, sk.TokenLists(chosen, 128).mask_for(q, k))
+    given = given._replace(grad=given.grad[:, :1].expand(given.grad.shape))
+    gate = judged(given, differentiate(load(name), given))
+    assert gate.passed, f"seed {seed}: {gate}"
+
+
+def test_tiles_of_one_token_of_128_heads() -> None:
+    """A mask by members that no lists of tokens make, with partial blocks for each token."""
+    seed, rows = fresh(), torch.arange(6, dtype=torch.int32, device="cuda")
+    torch.manual_seed(seed)
+    none = torch.zeros_like(rows)
+    mask = BlockMask(
+        q_len=6, kv_len=256, block=(1, 128), batch=1, heads=1, full=BlockLists(none, none, none[:0]),
+        partial=BlockLists(rows, none + 1, rows % 2), lo=none[None], hi=none[None] + 256, rules=none + 1,
+        members=Members(),
+    )  # fmt: skip
+    given = inputs(randn(1, 128, 6, 128), randn(1, 1, 256, 128), randn(1, 1, 256, 128), mask)
+    for name in (HOPPER, PORTABLE):
+        gate = judged(given, differentiate(load(name), given))
+        assert gate.passed, f"{name}, seed {seed}: {gate}"
+
+
+@pytest.mark.parametrize("sizes", [(0, 33, 33), (1, 0, 33), (1, 33, 0), (0, 0, 0)], ids=str)
+@pytest.mark.parametrize("window", [0, 8])
+def test_lists_of_no_batch_items_tokens_or_keys(sizes: tuple[int, int, int], window: int) -> None:
+    """By calls, which are repeated, and by the launches of a mask without rows."""
+    batch, queries, keys = sizes
+    q, k, v = (randn(batch, *each, 128).requires_grad_() for each in ((32, queries), (2, keys), (2, keys)))
+    lists = sk.TokenLists(torch.zeros(1, 2, queries, 2, device="cuda", dtype=torch.int32), 128, window=window)
+    for _ in range(4):
+        out = sk.attention(q, k, v, lists)
+        grads = torch.autograd.grad(out.sum(), (q, k, v))
+        assert torch.equal(out, torch.zeros_like(q))
+        assert all(torch.equal(x, torch.zeros_like(x)) for x in grads)
+    mask = packed_mask(lists.mask_for(q, k), 16)
+    assert mask.lo is not None
+    assert mask.hi is not None
+    if not window:
+        assert halved_tiles(mask).rows == -(-queries * 16 // 64) * 2
+    padded_bounds(mask.lo, mask.hi, 64 * (queries > 0))
+    torch.cuda.synchronize()
 
 
 def test_keys_of_blocks_that_are_not_stored_are_never_read() -> None:

@@ -158,6 +158,17 @@ def test_members_of_a_tile_are_taken_by_half_tiles() -> None:
     assert KERNEL.default(problem(deterministic=False, **sizes)).block == (128, 64)
 
 
+@pytest.mark.parametrize(("bk", "dim"), [(128, 128), (128, 64), (64, 128)])
+def test_no_more_heads_of_a_token_are_packed_than_a_step_has_rows(bk: int, dim: int) -> None:
+    """A box of q has tokens, and a half tile has bits."""
+    sizes: dict[str, Any] = {"q_heads": 128, "kv_heads": 1, "mask_heads": 1, "block": (1, bk), "members": 1}
+    p = problem(dim, by_interval=True, deterministic=False, **sizes)
+    c = KERNEL.default(p)
+    assert KERNEL.why_not(p) == []
+    assert (c.pack, c.block) == (64, (64, bk))
+    assert c.queries // c.pack == c.words == 1
+
+
 def test_time_follows_the_blocks_and_order_costs() -> None:
     sparse, dense = problem(), problem(stored=64 * 64)
     assert KERNEL.seconds(dense, KERNEL.default(dense)) > 5 * KERNEL.seconds(sparse, KERNEL.default(sparse))

@@ -24,7 +24,7 @@ from sparsek.attn.mask.token_lists import TokenLists
 from sparsek.attn.plan.kernels import AttentionCall
 from sparsek.testing.attention_budget import check_attention
 from sparsek.testing.poison import poisoned
-from tests.attn.attention_cases import random_bits
+from tests.attn.attention_cases import SHARED_ROWS, random_bits, shared_rows
 from tests.attn.kernels.planned import attend
 from tests.attn.kernels.planned import attention_problem as problem
 from tests.attn.kernels.portable_interpreted import normal, operands
@@ -218,15 +218,27 @@ def test_tiles_of_half_as_many_tokens_see_the_same_keys(tokens: int, pack: int) 
     draw = torch.Generator().manual_seed(1)
     chosen = torch.randint(0, 3, (1, 2, tokens, 2), generator=draw, dtype=torch.int32)
     q, k = torch.empty(1, 2 * pack, tokens, 128, dtype=HALF), torch.empty(1, 2, tokens, 128, dtype=HALF)
-    mask = packed_mask(TokenLists(chosen, 128).mask_for(q, k), pack)
+    check_halves(packed_mask(TokenLists(chosen, 128).mask_for(q, k), pack))
+
+
+@pytest.mark.parametrize("case", SHARED_ROWS, ids=str)
+def test_rows_that_share_entries_have_halves_of_their_own(case: str) -> None:
+    check_halves(packed_mask(shared_rows(case), 4))
+
+
+def check_halves(mask: BlockMask) -> None:
+    """Half tiles by torch and by a launch see what the tiles see."""
     found = halved_tiles(mask)
     assert torch.equal(found.to_dense(), mask.to_dense())
     assert found.block == (64, 128)
-    (starts, counts, indices), full = found.partial, found.full
-    rules: Any = found.rules
-    made = tuple(torch.full_like(x, -9) for x in (starts, counts, indices, rules, *full[:2]))
-    launched_halves(mask, 64 // pack, found.grid[0], made)
-    there = torch.repeat_interleave(starts, counts) + torch.arange(int(counts.sum()))
-    there -= torch.repeat_interleave(counts.cumsum(0) - counts, counts)
-    for a, b in zip(made, (starts, counts, indices, rules, *full[:2]), strict=True):
-        assert torch.equal(a[there], b[there]) if len(a) == len(indices) else torch.equal(a, b)
+    full, members, given = found.full, found.members, (*found.partial, found.rules, *found.full[:2])
+    assert members is not None
+    made: Any = tuple(torch.full_like(x, -9) for x in given if x is not None)
+    launched_halves(mask, 64 // members.rows, found.grid[0], made)
+    again = found.unchecked(
+        q_len=mask.q_len, kv_len=mask.kv_len, block=found.block, batch=mask.batch, heads=mask.heads,
+        full=BlockLists(made[4], made[5], full.indices), partial=BlockLists(*made[:3]), lo=mask.lo, hi=mask.hi,
+        rules=made[3], label="", members=members, sizes=found.sizes,
+    )  # fmt: skip
+    assert torch.equal(made[1], found.partial.counts)
+    assert torch.equal(again.to_dense(), mask.to_dense())
