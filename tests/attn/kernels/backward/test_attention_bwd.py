@@ -271,7 +271,7 @@ def test_lists_of_no_batch_items_tokens_or_keys(sizes: tuple[int, int, int], win
     assert mask.hi is not None
     if not window:
         assert halved_tiles(mask).rows == -(-queries * 16 // 64) * 2
-    padded_bounds(mask.lo, mask.hi, 64 * (queries > 0))
+    padded_bounds(mask.lo, mask.hi, -(-queries * 16 // 64) * 64)
     torch.cuda.synchronize()
 
 
