@@ -48,11 +48,17 @@ def shard_sequence(x: Tensor, plan: MeshPlan, dim: int = 2, of: str = "queries")
         of: "queries" or "keys".
 
     Raises:
-        InvalidInput: For another length, and a plan without processes.
+        InvalidInput: For another length, a plan without processes, and a dtype of which torch selects no tokens, such
+            as FP8 under torch.func.
     """
     length = _checked(plan, of)._parts.deal(of).length
     dim = _check_length(x, dim, length)
-    return x.index_select(dim, positions(plan, of, device=x.device))
+    try:
+        return x.index_select(dim, positions(plan, of, device=x.device))
+    except NotImplementedError as error:  # of FP8 under torch.func, for one
+        raise InvalidInput(
+            f"torch selects no tokens of {x.dtype} here ({error}); convert x to bfloat16"
+        ) from error
 
 
 @untraced("sk.distributed.unshard_sequence communicates", "leave fullgraph=True out")

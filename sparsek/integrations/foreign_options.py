@@ -82,7 +82,8 @@ def readable(x: Tensor) -> bool:
 
 def require_neutral(call: str, name: str, value: Any, neutral: Any = None, instead: str = "") -> None:
     """InvalidInput unless an option that `call` does not have is None or has the value that changes nothing."""
-    if value is None or (isinstance(value, PLAIN) and value == neutral):
+    truth = isinstance(value, bool) and not isinstance(neutral, bool)  # False is no 0.0
+    if value is None or (isinstance(value, PLAIN) and value == neutral and not truth):
         return
     if neutral == () and isinstance(value, list) and not value:
         return

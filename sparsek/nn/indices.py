@@ -36,8 +36,11 @@ class CheckedTensor(NamedTuple):
 
     @classmethod
     def of(cls, x: Tensor | None) -> CheckedTensor:
-        """Note this one. A reference would keep an offloaded tensor on the GPU. Wrapped ones have no address."""
-        if x is None or is_functorch_wrapped_tensor(x):
+        """Note this one. A reference would keep an offloaded tensor on the GPU.
+
+        Wrapped ones have no address, and writes to those of inference mode are not counted.
+        """
+        if x is None or is_functorch_wrapped_tensor(x) or x.is_inference():
             return NOT_CHECKED
         return cls(weakref.ref(x), x._version, x.data_ptr())
 

@@ -218,6 +218,7 @@ def test_what_is_refused() -> None:
     )
     wrong: list[tuple[dict[str, Any], str]] = [
         ({"p": 0.1}, "no p, got 0.1.*drops no weights"),
+        ({"p": False}, "no p, got False"),
         ({"output_dtype": torch.float16}, "output_dtype"),
         ({"attn_bias": torch.zeros(1, 2, 60, 60)}, "flex_attention"),
         ({"attn_bias": torch.ones(1, 2, 60, 60, dtype=torch.bool)}, "as its mask"),

@@ -19,6 +19,7 @@ from torch.testing import assert_close
 import sparsek as sk
 from sparsek.core.errors import InvalidInput
 from sparsek.nn import BlockSparseLinear, SparseLinear
+from sparsek.nn.indices import CheckedTensor
 from sparsek.products.formats import two_four
 from sparsek.products.ops.weight_formats import WeightFormat
 from tests.sampling import sampled
@@ -489,6 +490,9 @@ def test_modes_and_transforms_of_torch_take_it(form: str, monkeypatch: pytest.Mo
         parameters, buffers
     )
     assert_close(each[0], made(x()))
+    with torch.inference_mode():  # writes to it are not counted
+        read = given.clone()
+    assert not CheckedTensor.of(read).holds(read)
     weight = dense().weight.detach()
     if form.startswith("semi24"):  # blocks are chosen by values
         torch.func.vmap(lambda w: SparseLinear.from_dense(w, form).metadata)(torch.stack((weight, weight)))

@@ -388,6 +388,8 @@ def index_loss(
         )
     arguments.one_device("q is", q.device, "index_q", index_q.device)
     if lists is not None:
+        if not isinstance(lists, TokenLists):
+            raise InvalidInput(f"lists must be sk.TokenLists or None, got {arguments.shown(lists)}")
         arguments.one_device("q is", q.device, "the lists", lists.device)
         shape = lists.indices.shape
         if (
