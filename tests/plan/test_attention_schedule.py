@@ -315,6 +315,8 @@ def test_few_long_tiles_are_cut_until_every_cta_has_a_part():
 def test_a_problem_without_queries_or_keys_has_no_tiles_or_empty_ones():
     none = BlockMask.full(q_len=0, kv_len=300)
     assert records(schedule(problem(none), none, TileShape(128, 1, 132))) == []
+    some = BlockMask.full(q_len=300, kv_len=300)
+    assert records(schedule(problem(some, batch=0), some, TileShape(128, 1, 132))) == []
     nothing = BlockMask.full(q_len=300, kv_len=0)
     found = records(schedule(problem(nothing), nothing, TileShape(128, 1, 132)))
     assert [(record.pos, record.empty) for record in found] == [(0, True), (128, True), (256, True)]

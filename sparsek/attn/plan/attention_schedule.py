@@ -102,7 +102,8 @@ def schedule(p: AttentionProblem, mask: BlockMask, shape: TileShape) -> Attentio
         records = torch.cat((where, lists, whole), 1)
         count = torch.full((1,), len(records), dtype=torch.int32, device=mask.device)
         blocks = lists[:, 1] + lists[:, 3]
-        return AttentionSchedule(_dealt(records, blocks, shape.ctas, sections(p)), count, shape.ctas)
+        rounds = sections(p) if len(records) else 1  # a batch without items has no sections
+        return AttentionSchedule(_dealt(records, blocks, shape.ctas, rounds), count, shape.ctas)
     return _cut(p, mask, where, lists, shape)
 
 
