@@ -45,6 +45,9 @@ def main() -> int:
     run.add_argument("--workers", type=int, default=WORKERS, help=f"processes, {WORKERS} here by default")
     run.add_argument("--out", help="folder for evidence, benchmarks/evidence by default")
     run.add_argument("--recut", action="store_true", help="cut anew, by the seconds of the evidence there is")
+    run.add_argument(
+        "--seconds", type=float, help="begin no test after these: evidence is of files that ran whole"
+    )
     run.add_argument("--stale", action="store_true", help="only test files that are not fresh")
     commands.add_parser("status", help="what the evidence is worth")
     commands.add_parser("page", help="write docs/gpu-test-log.md")
@@ -135,6 +138,7 @@ class Run:
             )
         out = Path(self.out or EVIDENCE).resolve()
         of_part = ["--evidence", str(out), "--part", part, "--cuts", ",".join(cuts)]
+        of_part += ["--seconds", str(self.given.seconds)] if self.given.seconds else []
         # A file that cannot be collected is a failure in addition to the others' results, not in their place.
         return self.pytest([*of_part, "--continue-on-collection-errors", *files])
 

@@ -48,7 +48,7 @@ def shard_sequence(x: Tensor, plan: MeshPlan, dim: int = 2, of: str = "queries")
         of: "queries" or "keys".
 
     Raises:
-        InvalidInput: For another length, a plan without processes, and a dtype of which torch selects no tokens, such
+        InvalidInput: For another length, a plan without processes, and a dtype that torch selects no tokens in, such
             as FP8 under torch.func.
     """
     length = _checked(plan, of)._parts.deal(of).length

@@ -31,6 +31,7 @@ SLOW = 2.0
 EVERY = 5.0
 FAILURES_WITH_TEXT = 100
 LETTERS = 4000
+END = "SPARSEK_EVIDENCE_END"  # time.time() after which no test begins, for the workers
 MODEL = re.compile(r"\b[A-Z]{1,2}\d{2,4}\w*\b")
 
 
@@ -39,12 +40,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--evidence", metavar="FOLDER", help="where evidence goes: FOLDER/<chip>/<part>.json")
     group.addoption("--part", default="selected", metavar="N/M", help="the part that the files are")
     group.addoption("--cuts", default="", help="the first file of each later part, joined by commas")
+    group.addoption(
+        "--seconds", type=float, metavar="S", help="begin no test after these; cut files are left out"
+    )
     group.addoption("--known", metavar="FOLDER", help="earlier evidence, for the seconds of tests")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     if hasattr(config, "workerinput"):
         config.pluginmanager.register(Worker(config))
+        config.pluginmanager.register(Deadline())
         if trace.current:
             config.pluginmanager.register(Traced(trace.current))
             sys.path.insert(
@@ -54,6 +59,7 @@ def pytest_configure(config: pytest.Config) -> None:
         recorder = Recorder(config)
         config.pluginmanager.register(recorder)
         if not getattr(config.option, "numprocesses", None):
+            config.pluginmanager.register(Deadline())
             config.pluginmanager.register(Traced(trace.begin(recorder.trace, ROOT)))
 
 
@@ -165,6 +171,8 @@ class Recorder:
         self.paths = _files(config.args, self.root)
         self.trace = Path(tempfile.mkdtemp(prefix="sparsek-trace-"))
         os.environ.update(trace.environment(self.trace))  # for the workers, and what they start
+        if seconds := config.getoption("--seconds"):
+            os.environ[END] = str(time.time() + seconds)
         self.executed = ""
         self.write()
         # By a timer, not as tests report: the last test to begin may be the one that hangs.
@@ -213,11 +221,22 @@ class Recorder:
     @pytest.hookimpl(trylast=True)
     def pytest_sessionfinish(self, exitstatus: int) -> None:
         signal.setitimer(signal.ITIMER_REAL, 0)
+        if Deadline().passed():
+            self._leave_out_cut_files()
         self.finished = exitstatus in (0, 1, 5) and self.ended.issuperset(self.ids)
         if trace.current:
             trace.current.decide()
         self.executed = executed_by(self.trace, self.paths, {parts.file_of(test) for test in self.ended})
         self.write()
+
+    def _leave_out_cut_files(self) -> None:
+        """Files whose tests did not all begin say nothing, unless one failed: earlier evidence of them stands."""
+        red = {parts.file_of(each["test"]) for each in self.failed}
+        cut = {parts.file_of(test) for test in set(self.ids) - self.ended} - red
+        self.paths = [path for path in self.paths if path not in cut]
+        self.ids = [test for test in self.ids if parts.file_of(test) not in cut]
+        self.ended = {test for test in self.ended if parts.file_of(test) not in cut}
+        self.outcome = {test: what for test, what in self.outcome.items() if parts.file_of(test) not in cut}
 
     def _collection_skipped(self, nodeid: str, reason: str) -> None:
         if self.outcome.setdefault(nodeid, "skipped") == "skipped":
@@ -281,6 +300,17 @@ def executed_by(folder: Path, files: Sequence[str], ran: set[str]) -> str:
     closure = executed.Closure(tree, executed.read(folder, tree))
     codes = {path: closure.of(path) if path in ran else executed.only(path) for path in files}
     return executed.pack(tree, codes, closure.of(executed.CHOICE))
+
+
+class Deadline:
+    """Passes over tests that would begin too late, so that the run ends as any other."""
+
+    def passed(self) -> bool:
+        return END in os.environ and time.time() > float(os.environ[END])
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> bool | None:
+        return True if self.passed() else None
 
 
 class Traced:

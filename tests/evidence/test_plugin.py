@@ -171,6 +171,22 @@ def test_a_red_run(tmp_path: Path) -> None:
     assert len(failed["tests/test_red.py::test_fails"]["text"]) == 4000
 
 
+def test_files_that_time_cuts_are_left_out_and_others_are_evidence(tmp_path: Path) -> None:
+    cut = "import pathlib, pytest\npytestmark = pytest.mark.gpu\n"
+    cut += "def test_first(): pathlib.Path('late').touch()\ndef test_second(): raise AssertionError\n"
+    never = "import pytest\n@pytest.mark.gpu\ndef test_third(): raise AssertionError\n"
+    folder = project(tmp_path, early=ORDER, late=cut, later=never)
+    with (folder / "conftest.py").open("a") as conftest:  # a clock that a test moves on
+        conftest.write("import os, time, types\nclock = lambda: 1e6 * os.path.exists('late')\n")
+        conftest.write("plugin.time = types.SimpleNamespace(time=clock, monotonic=time.monotonic)\n")
+    output = start(folder, "--seconds", "5").communicate()[0].decode()
+    found = written(folder)
+    assert found["finished"], output
+    assert list(found["files"]) == ["tests/test_early.py"]
+    assert found["counts"] == {"tests": 4, "passed": 4, "failed": 0, "skipped": 0, "unrun": 0}
+    assert found["executed"].split() == ["tests/test_early.py"]
+
+
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
 def test_a_run_that_is_cut_says_so(tmp_path: Path, how: signal.Signals) -> None:
     folder = project(tmp_path, hangs=HANGS)
