@@ -116,8 +116,9 @@ def attention(
         pieces: With "gather" and "both": collectives in which keys arrive. With more than one, attention to the first
             keys overlaps with the exchange of the others, and the results are merged by lse.
         exact: With "gather" and "both": visit blocks in the order of one process, in one piece, and compute dK and dV
-            of a key where it is owned, from all queries that see it: the sums of one process, for more bytes and time.
-            With "heads" always so.
+            of a key where it is owned, from all queries that see it, for more bytes and time. With "heads" always so.
+            On a GPU out and lse then have the bits of one process, unless the plans choose other kernels or cut tiles
+            into parts. Gradients differ by rounding.
         check: Whether ranks first compare their calls, so that if one refuses, all do. One small collective that the
             host waits for, and another one where the mask is chosen in this call. With False an error on one rank
             leaves the others waiting until their process group's timeout.
