@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from itertools import chain
 from typing import Any, TypeAlias
 
 import torch
@@ -102,6 +103,9 @@ def load_full_state_dict(
 def _check(model: Any, optimizer: Any) -> None:
     if not isinstance(model, nn.Module):
         raise InvalidInput(f"model is {arguments.shown(model)}; it must be a torch.nn.Module")
+    for name, each in chain(model.named_parameters(), model.named_buffers()):
+        if nn.parameter.is_lazy(each):
+            raise InvalidInput(f"{name} has no values yet; call the model once")
     if optimizer is not None and not isinstance(optimizer, Optimizer):
         raise InvalidInput(
             f"optimizer is {arguments.shown(optimizer)}; it must be a torch.optim.Optimizer or None"

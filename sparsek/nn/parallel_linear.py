@@ -117,7 +117,9 @@ class ParallelLinear(Fitted):
         return self._derived(name, part, lambda: part.narrow(dim, 0, count).contiguous())
 
     def _derived(self, name: str, of: Tensor, make: Any) -> Tensor:
-        """A tensor derived from a buffer, until that is another or was written to."""
+        """A tensor derived from a buffer, until that is another or was written to: not counted in inference mode."""
+        if of.is_inference():
+            return make()
         kept: dict[str, Any] = self.__dict__.setdefault("_kept", {})
         found = kept.get(name)
         if found is None or found[0] is not of or found[1] != of._version:

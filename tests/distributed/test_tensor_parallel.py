@@ -542,6 +542,11 @@ def test_four_processes_compute_what_one_does() -> None:
     assert not faults, "\n".join(faults)
 
 
+def test_a_model_without_values_has_no_state() -> None:
+    with pytest.raises(InvalidInput, match="weight has no values yet"):
+        sk.distributed.full_state_dict(torch.nn.LazyLinear(3))
+
+
 def test_balanced_groups_are_as_light_as_possible() -> None:
     from sparsek.distributed.styles import balanced
 

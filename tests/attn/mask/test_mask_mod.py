@@ -111,6 +111,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         {"mask_mod": lambda score, b, h, q, k: score},
         r"mask_mod takes \(score, b, h, q, k\); it must take \(b, h, q_idx, kv_idx\), and not a score",
     ),
+    "a module": ({"mask_mod": torch.nn.LazyLinear(3)}, r"mask_mod takes \(input.*\).*; it must take \(b, h"),
     "numbers": (
         {"mask_mod": lambda b, h, q, k: q - k},
         r"mask_mod returns a torch.Tensor, torch.int64 \[\]; it must return one bool tensor without dimensions for a",

@@ -183,7 +183,7 @@ def _check_mask_mod(mask_mod: Any) -> None:
             f"mask_mod is {arguments.shown(mask_mod)}; it must be a function (b, h, q_idx, kv_idx) that returns bool"
         )
     try:
-        found = inspect.signature(mask_mod)
+        found = inspect.signature(mask_mod.forward if isinstance(mask_mod, torch.nn.Module) else mask_mod)
     except ValueError:  # some functions written in C have none
         return
     try:
