@@ -114,7 +114,7 @@ def _check(model: Any, optimizer: Any) -> None:
 
 def _check_state(state: Any, trains: bool) -> None:
     found = state if isinstance(state, Mapping) else {}
-    of_optimizer = found.get("optimizer") if trains else {"state": {}}
+    of_optimizer = found.get("optimizer", None if trains else {"state": {}})
     parts = of_optimizer.get("state") if isinstance(of_optimizer, Mapping) else None
     known = isinstance(parts, Mapping) and all(isinstance(each, Mapping) for each in parts.values())
     if not isinstance(found.get("model"), Mapping) or not known:

@@ -545,6 +545,8 @@ def test_four_processes_compute_what_one_does() -> None:
 def test_a_model_without_values_has_no_state() -> None:
     with pytest.raises(InvalidInput, match="weight has no values yet"):
         sk.distributed.full_state_dict(torch.nn.LazyLinear(3))
+    with pytest.raises(InvalidInput, match="it must be what full_state_dict returns"):
+        sk.distributed.load_full_state_dict(torch.nn.Linear(3, 3), {"model": {}, "optimizer": 3})
 
 
 def test_balanced_groups_are_as_light_as_possible() -> None:
