@@ -234,8 +234,10 @@ def test_half_tiles_of_rows_that_share_entries(case: str) -> None:
         assert all(torch.equal(a, b) for a, b in zip(found, again, strict=True)), f"seed {seed}: other bits"
 
 
-@pytest.mark.parametrize(("heads", "tokens", "dim"), [(128, 70, 128), (16, 500, 64), (4, 500, 128)])
-@pytest.mark.parametrize("name", [HOPPER, PORTABLE])
+@pytest.mark.parametrize(
+    ("name", "heads", "tokens", "dim"),
+    [(HOPPER, 128, 70, 128), (HOPPER, 16, 500, 64), (HOPPER, 4, 500, 128), (PORTABLE, 128, 70, 128)],
+)
 def test_one_gradient_for_all_heads_of_tokens(name: str, heads: int, tokens: int, dim: int) -> None:
     """Its stride over heads is 0, of rows that are read in place; 128 heads are packed 64 at a time."""
     seed = fresh()
