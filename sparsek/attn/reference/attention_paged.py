@@ -127,11 +127,13 @@ def _seen(n: int, length: int, causal: bool, window: int, sinks: int, device: to
 def _listed(lists: PageLists, tile: int, n: int, length: int, device: torch.device) -> Tensor:
     """bool [heads, n, length]: keys of the blocks of each query's tile; `tile` is the first."""
     bq, bk = lists.block
-    blocks = torch.zeros(lists.heads, -(-n // bq), -(-length // bk), dtype=torch.bool, device=device)
-    for h in range(lists.heads):
-        for i in range(blocks.shape[1]):
-            for starts, counts, indices in (lists.full, lists.partial):
+    blocks = torch.zeros(lists.heads, -(-n // bq), -(-length // bk), dtype=torch.bool, device="cpu")
+    for part in (lists.full, lists.partial):
+        starts, counts, indices = part.starts.tolist(), part.counts.tolist(), part.indices.cpu().long()
+        for h in range(lists.heads):
+            for i in range(blocks.shape[1]):
                 row = h * lists.tiles + tile + i
-                at = indices[int(starts[row]) : int(starts[row]) + int(counts[row])].long()
+                at = indices[starts[row] : starts[row] + counts[row]]
                 blocks[h, i, at[(at >= 0) & (at < blocks.shape[2])]] = True
+    blocks = blocks.to(device)
     return blocks.repeat_interleave(bq, 1)[:, :n].repeat_interleave(bk, 2)[..., :length]

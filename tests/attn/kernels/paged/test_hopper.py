@@ -10,11 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from sparsek.attn.mask.lists import BlockLists
 from sparsek.attn.plan.problems import PagedProblem
 from sparsek.core.device import H200
 from sparsek.engine.table import load
-from sparsek.testing.paged_budget import PagedInputs, expected_attention_paged
+from sparsek.testing.paged_budget import expected_attention_paged
 from tests.attn.kernels.paged.calls import PagedRun, check_alone, check_beyond_windows, paged_problem
 from tests.attn.paged_cases import ALIGNED, LISTS, ListForm, PagedCase, drawn_case, drawn_lengths
 from tests.engine.launch.covering import covering, once
@@ -254,20 +253,10 @@ def drawn_kinds() -> list[tuple[PagedCase, Any]]:
     return covering(kinds, choices, 1)
 
 
-def with_lists_on_the_host(inputs: PagedInputs) -> PagedInputs:
-    """For the reference, which reads them row by row."""
-    if inputs.lists is None:
-        return inputs
-    full, partial = (
-        BlockLists(*(x.cpu() for x in each)) for each in (inputs.lists.full, inputs.lists.partial)
-    )
-    return inputs._replace(lists=replace(inputs.lists, full=full, partial=partial))
-
-
 def hold(case: PagedCase, seed: int, configs: Iterable[Any], form: str = "wide") -> None:
     """Within the budget, and the same bits again."""
     inputs = case.make("cuda", seed=seed)
-    expected = expected_attention_paged(with_lists_on_the_host(inputs))
+    expected = expected_attention_paged(inputs)
     for c in configs:
         made = PagedRun(KERNEL, inputs, c, form)
         first = [x.clone() for x in made.run()]
