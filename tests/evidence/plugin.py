@@ -171,6 +171,7 @@ class Recorder:
         self.paths = _files(config.args, self.root)
         self.trace = Path(tempfile.mkdtemp(prefix="sparsek-trace-"))
         os.environ.update(trace.environment(self.trace))  # for the workers, and what they start
+        os.environ.pop(END, None)  # that of a run which started this one
         if seconds := config.getoption("--seconds"):
             os.environ[END] = str(time.time() + seconds)
         self.executed = ""

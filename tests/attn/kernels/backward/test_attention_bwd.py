@@ -126,6 +126,15 @@ def test_every_head_dim_and_block(name: str, dims: tuple[int, int], block: tuple
             assert gate.passed, f"{c}, seed {seed}: {gate}"
 
 
+def right_and_the_same_again(kernel: Any, given: Any, seed: int) -> None:
+    found = differentiate(kernel, given)
+    gate = judged(given, found)
+    assert gate.passed, f"seed {seed}: {gate}"
+    for _ in range(20):
+        again = differentiate(kernel, given)
+        assert all(torch.equal(a, b) for a, b in zip(found, again, strict=True)), f"seed {seed}: other bits"
+
+
 @pytest.mark.parametrize(
     ("name", "block", "dim", "kind"),
     [
@@ -149,12 +158,7 @@ def test_many_tiles_for_every_cta(name: str, block: int, dim: int, kind: str) ->
         "full": lambda: BlockMask.full(2048, block=block, device="cuda"),
     }[kind]()
     given = inputs(q, k, v, mask)
-    found = differentiate(kernel, given)
-    gate = judged(given, found)
-    assert gate.passed, f"seed {seed}: {gate}"
-    for _ in range(20):
-        again = differentiate(kernel, given)
-        assert all(torch.equal(a, b) for a, b in zip(found, again, strict=True)), f"seed {seed}: other bits"
+    right_and_the_same_again(kernel, given, seed)
 
 
 @pytest.mark.parametrize(
@@ -226,12 +230,7 @@ def test_half_tiles_of_rows_that_share_entries(case: str) -> None:
     )
     kernel = load(HOPPER)
     assert kernel.default(problem(*given[:4])).block == (64, 128)
-    found = differentiate(kernel, given)
-    gate = judged(given, found)
-    assert gate.passed, f"seed {seed}: {gate}"
-    for _ in range(20):
-        again = differentiate(kernel, given)
-        assert all(torch.equal(a, b) for a, b in zip(found, again, strict=True)), f"seed {seed}: other bits"
+    right_and_the_same_again(kernel, given, seed)
 
 
 @pytest.mark.parametrize(

@@ -130,7 +130,7 @@ def test_narrow_heads_take_128_queries_a_step_and_two_sums() -> None:
 
 
 def test_members_whose_rows_exceed_l2_are_cut_into_parts() -> None:
-    """The workspace is told, and holds no more sums of keys than there are of queries."""
+    """The plan names the workspace, which holds no more sums of keys than there are of queries."""
     sizes: dict[str, Any] = {
         "batch": 1,
         "q_heads": 4,
