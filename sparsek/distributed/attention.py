@@ -17,9 +17,9 @@ from sparsek.attn.plan.attention import Attended
 from sparsek.attn.reference.scores import Scores
 from sparsek.core import arguments
 from sparsek.core.errors import InvalidInput
+from sparsek.core.handshake import agreed, refuse_transforms
 from sparsek.core.tracing import untraced
 from sparsek.distributed.gather import gathered
-from sparsek.distributed.handshake import agreed, refuse_transforms
 from sparsek.distributed.heads import by_heads
 from sparsek.distributed.pieces import at_ends, refuse_ends
 from sparsek.distributed.plan import MeshPlan, once

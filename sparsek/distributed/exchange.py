@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from sparsek.core.errors import InvalidInput
-from sparsek.distributed.handshake import failed
+from sparsek.core.handshake import failed
 
 
 @dataclass(frozen=True, eq=False)

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from sparsek.attn.mask.rule import MaskRule
 from sparsek.attn.mask.token_lists import TokenLists
+from sparsek.core.handshake import agreed
 from sparsek.distributed.deal import Deal
 from sparsek.distributed.exchange import Exchange, exchanged, rows_of
-from sparsek.distributed.handshake import agreed
 from sparsek.distributed.plan import MeshPlan, heads_of, once, reads_of
 from sparsek.distributed.selection import whole_lists
 from sparsek.distributed.submask import heads_part

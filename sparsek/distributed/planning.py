@@ -13,8 +13,8 @@ from sparsek.attn.mask.rule import MaskPolicy, MaskRule
 from sparsek.attn.mask.token_lists import TokenLists
 from sparsek.core import arguments
 from sparsek.core.errors import InvalidInput
+from sparsek.core.handshake import agreed
 from sparsek.distributed.deal import TOLERANCE, Deal, balanced_deal, even_deal, unit_pairs
-from sparsek.distributed.handshake import agreed
 from sparsek.distributed.plan import MeshParts, MeshPlan
 
 WAYS = ("gather", "heads", "both")

@@ -8,9 +8,9 @@ from torch import Tensor
 
 from sparsek.core import arguments
 from sparsek.core.errors import InvalidInput
+from sparsek.core.handshake import agreed, refuse_transforms
 from sparsek.core.tracing import untraced
 from sparsek.distributed.exchange import Exchange, exchanged
-from sparsek.distributed.handshake import agreed, refuse_transforms
 from sparsek.distributed.plan import MeshPlan, once
 
 PARTS = ("queries", "keys")

@@ -15,7 +15,8 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from sparsek.core import arguments
 from sparsek.core.errors import InvalidInput
-from sparsek.nn.agreement import facts_of, ranks_agree
+from sparsek.core.handshake import Facts, agreed
+from sparsek.nn.agreement import ALIKE, facts_of
 from sparsek.nn.experts import packed_names
 from sparsek.nn.gated import GatedForward, gated_forward
 from sparsek.nn.parallel_linear import (
@@ -440,8 +441,12 @@ def _split_all(plan: Any, mesh: Any, source: int | None, style: str) -> None:
         )
     if mesh.get_coordinate() is None:
         raise InvalidInput(f"{style}: this process, rank {dist.get_rank()}, is not in {mesh}")
-    with ranks_agree(style, mesh.get_group()) as told:
-        found = plan()
-        told.update({f"layer {at}": facts_of(layer) for at, (layer, _) in enumerate(found)})
+    found: list[tuple[Any, Split]] = []
+
+    def check() -> Facts:
+        found.extend(plan())
+        return {f"layer {at}": facts_of(layer) for at, (layer, _) in enumerate(found)}
+
+    agreed(style, [mesh.get_group()], check, ALIKE)
     for layer, split in found:
         split_layer(layer, split, source)

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
-from zlib import crc32
 
 import torch
 import torch.distributed as dist
@@ -14,6 +11,7 @@ from torch import nn
 
 from sparsek.core import arguments
 from sparsek.core.errors import InvalidInput
+from sparsek.core.handshake import Facts, agreed
 from sparsek.nn.sparse import SparseLinear
 
 ALIKE = "load the same state dict on every rank, or give all the same pattern"
@@ -51,8 +49,11 @@ def check_patterns(model: nn.Module, group: Any = None) -> None:
             "dimension, or None"
         )
     layers = {name: each for name, each in model.named_modules() if isinstance(each, SparseLinear)}
-    with ranks_agree("check_patterns", group) as told:
-        told.update({name or "the model": facts_of(each, elements=True) for name, each in layers.items()})
+
+    def check() -> Facts:
+        return {name or "the model": facts_of(each, elements=True) for name, each in layers.items()}
+
+    agreed("check_patterns", [group], check, ALIKE)
 
 
 def check_calls(calls: set[Any], mesh: Any, what: str, facts: tuple[Any, ...], why: str) -> None:
@@ -74,61 +75,14 @@ def check_calls(calls: set[Any], mesh: Any, what: str, facts: tuple[Any, ...], w
         if why:
             raise InvalidInput(why)
         return
-    words = ", ".join(map(str, facts))
-    own = torch.tensor([crc32((why or words).encode())], dtype=torch.int64, device=mesh.device_type)
-    found = [torch.empty_like(own) for _ in range(ranks)]
-    dist.all_gather(found, own, group)
-    if why or bool((torch.cat(found) != own).any()):
-        with ranks_agree(what, group, UNLIKE) as told:
-            if why:
-                raise InvalidInput(why)
-            told["x"] = words, words
+
+    def check() -> Facts:
+        if why:
+            raise InvalidInput(why)
+        return {"x": ((words := ", ".join(map(str, facts))), words)}
+
+    agreed(what, [group], check, UNLIKE)
     calls.add(facts)
-
-
-@contextmanager
-def ranks_agree(what: str, group: Any, cure: str = ALIKE) -> Iterator[dict[str, tuple[str, str]]]:
-    """InvalidInput on every rank of a group where one raises it in this context, or notes other facts than the first.
-
-    The context notes by name what must be equal: a checksum, and in words. One collective, at its end.
-
-    Args:
-        what: The call, which all ranks make.
-        group: A process group; None for all processes.
-        cure: What to do where facts differ.
-    """
-    told: dict[str, tuple[str, str]] = {}
-    fault: Exception | None = None
-    try:
-        yield told
-    except Exception as error:  # the other ranks must not wait
-        fault = error
-    why = "" if fault is None else str(fault) or type(fault).__name__
-    found: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(found, (what, why, told), group=group)
-    ranks = dist.get_process_group_ranks(dist.group.WORLD if group is None else group)
-    failed = [(rank, text) for rank, (_, text, _) in zip(ranks, found, strict=True) if text]
-    if fault is not None and not isinstance(fault, InvalidInput):
-        raise fault
-    if failed:
-        rank, text = failed[0]
-        also = "" if len(failed) == 1 else f" (and {len(failed) - 1} other ranks)"
-        raise InvalidInput(text if len(failed) == len(ranks) else f"on rank {rank}{also}: {text}")
-    first, _, known = found[0]
-    for rank, (call, _, other) in zip(ranks, found, strict=True):
-        if call != first:
-            raise InvalidInput(
-                f"rank {ranks[0]} calls {first}, and rank {rank} {call}; all must call the same"
-            )
-        names = [name for name in {**known, **other} if known.get(name) != other.get(name)]
-        if not names:
-            continue
-        here, there = (each.get(names[0], ("", "no such layer"))[1] for each in (known, other))
-        more = f" and {len(names) - 1} more layers" if len(names) > 1 else ""
-        raise InvalidInput(
-            f"{what}: {names[0]!r}{more} differ between ranks: rank {ranks[0]} has {here}, rank {rank} {there}"
-            f"{', of another pattern' if here == there else ''}; {cure}"
-        )
 
 
 def facts_of(layer: Any, elements: bool = False) -> tuple[str, str]:

@@ -17,8 +17,9 @@ from torch.optim import Optimizer
 
 from sparsek.core import arguments
 from sparsek.core.errors import InvalidInput
+from sparsek.core.handshake import Facts, agreed
 from sparsek.core.tracing import outside_inference, reads_values
-from sparsek.nn.agreement import ranks_agree
+from sparsek.nn.agreement import ALIKE
 from sparsek.nn.parameter import (
     PLAIN,
     begin_anew,
@@ -448,12 +449,17 @@ def _requested(given: Any, old: BlockPattern) -> tuple[BlockPattern, Move] | Non
 @reads_values("set_pattern reads patterns", "call it outside")
 def change(layer: Any, given: Any, optimizer: Optimizers) -> None:
     """Give a layer another pattern: see `Regrown.set_pattern`. What can fail comes first."""
+    asked: list[Any] = []
+
+    def check() -> Facts:
+        asked.extend(_asked(layer, given, optimizer))
+        return {"the pattern": _facts(*asked[1:])}
+
     if is_sharded(layer._parameters.get("values")):
-        with ranks_agree("set_pattern", layer.values.device_mesh.get_group()) as told:
-            values, old, found, optimizers = _asked(layer, given, optimizer)
-            told["the pattern"] = _facts(old, found, optimizers)
+        agreed("set_pattern", [layer.values.device_mesh.get_group()], check, ALIKE)
     else:
-        values, old, found, optimizers = _asked(layer, given, optimizer)
+        check()
+    values, _, found, optimizers = asked
     if found is None:
         return
     pattern, move = found

@@ -16,8 +16,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import sparsek as sk
 from sparsek.core.errors import InvalidInput, MeshError
+from sparsek.core.handshake import agreed
 from sparsek.distributed.exchange import Exchange
-from sparsek.distributed.handshake import agreed
 from sparsek.distributed.pieces import key_pieces
 from tests.distributed.ranks import run_ranks
 
