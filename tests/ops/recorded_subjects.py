@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 import sparsek as sk
-from sparsek.products.formats.quantized_tensor import quantize_dense
+from sparsek.products.formats.quantized_tensor import _rounded, quantize_dense
 from sparsek.products.reference.epilogue import Epilogue
 from sparsek.testing.attention_budget import check_attention, check_attention_backward
 from sparsek.testing.budget import Gate, check_spmm
@@ -201,6 +201,18 @@ def gated(device: str) -> Subject:
     )
 
 
+def rounded(device: str) -> Subject:
+    """quantize of a dense tensor, without a look at its values."""
+
+    def gates(found: sk.QuantizedTensor, x: Tensor) -> list[Gate]:
+        pairs = zip((found.values, found.scale), _rounded(x, E4M3, by_row=True), strict=True)
+        return [Gate(0.0, 0.0, torch.equal(out.float(), right.float())) for out, right in pairs]
+
+    return Subject(
+        lambda: (randn(N, K, device=device),), lambda x: sk.quantize(x, check=False), gates, fixed=0
+    )
+
+
 def sampled(device: str) -> Subject:
     """sddmm."""
     pattern = weights("bsr", M, N, device)().pattern
@@ -338,6 +350,7 @@ SUBJECTS: dict[str, Callable[[str], Subject]] = {
     **{f"linear {storage}": layer(storage) for storage in STORAGES},
     "linear of copies": copied,
     "swiglu": gated,
+    "quantize": rounded,
     "products semi24": strided24("semi24"),
     "sddmm": sampled,
     "A @ B, gradients": learned,

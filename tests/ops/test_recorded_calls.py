@@ -22,8 +22,9 @@ from sparsek.attn.reference.scores import Scores
 from sparsek.core.errors import InvalidInput
 from sparsek.engine.call import recorded_calls, transforms
 from sparsek.engine.plan.op import Operation
+from sparsek.products.formats import quantized_tensor
 from sparsek.products.formats.pattern import BlockPattern
-from sparsek.products.ops import recorded_products
+from sparsek.products.ops import packing, recorded_products
 from sparsek.products.ops.linear import LinearCall, plan_layer
 from sparsek.products.plan import operands
 from sparsek.products.plan import spmm as plan_spmm
@@ -118,6 +119,28 @@ def test_a_call_is_bound_after_it_was_recorded(index: int, recorded: list[Any], 
     unchecked()
     for found in (*first, call()):
         torch.testing.assert_close(found, first[0], rtol=0, atol=0, equal_nan=True)
+
+
+def test_rounding_to_fp8_is_recorded_by_itself_and_not_inside_a_product(
+    recorded: list[Any], unchecked: Any, monkeypatch: pytest.MonkeyPatch
+):
+    ran: list[bool] = []
+
+    def kernel(x: torch.Tensor, dtype: torch.dtype, together: bool = False) -> Any:
+        ran.append(together)
+        return quantized_tensor._rounded(x, dtype, by_row=True)
+
+    monkeypatch.setattr(packing, "function_of", lambda *given: kernel)
+    xs, dtype = [torch.randn(4, 32) for _ in range(5)], torch.float8_e4m3fn
+    for x in xs[:4]:
+        packing._round_rows(x, dtype, False)
+    assert len(recorded) == 1
+    packing._round_rows(xs[0], dtype, True)
+    assert (len(recorded), ran[-1]) == (1, True)
+    unchecked()
+    found: Any = packing._round_rows(xs[4], dtype, False)
+    wanted = quantized_tensor._rounded(xs[4], dtype, by_row=True)
+    assert all(map(torch.equal, map(torch.Tensor.float, found), map(torch.Tensor.float, wanted)))
 
 
 @pytest.fixture

@@ -174,14 +174,16 @@ def _of_bytes(values: Tensor, dtype: torch.dtype, scale: Tensor, turned: bool) -
     return QuantizedTensor.unchecked(values.view(dtype), scale, turned)
 
 
-def quantize_dense(x: Tensor, dtype: torch.dtype, scale: str, check: bool) -> QuantizedTensor:
+def quantize_dense(
+    x: Tensor, dtype: torch.dtype, scale: str, check: bool, together: bool = False
+) -> QuantizedTensor:
     """Quantize a dense x [..., K]; `sparsek.quantize` has checked the arguments. On a GPU one kernel scales and rounds
-    rows."""
+    rows. `together`: values and scales may be views of one allocation."""
     x = x.detach()
     if check:
         check_finite(x, None, dtype, "values", str)
     plain = x.is_cuda and scale == "row" and not torch.compiler.is_compiling()
-    made = by_kernel("round_rows", x, dtype) if plain else None
+    made = by_kernel("round_rows", x, dtype, together) if plain else None
     if made is None:
         made = _rounded(x, dtype, by_row=scale == "row")
     return QuantizedTensor.unchecked(*made)

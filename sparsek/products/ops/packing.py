@@ -9,6 +9,7 @@ from functools import cache
 from importlib import import_module
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from sparsek.core.arguments import TENSORS
@@ -49,6 +50,13 @@ def _pack_bsr_again(w: Tensor, block: Any, keep: Any, scope: Any) -> BSR | None:
     return _loaded("finished")(found, (w.shape[0], w.shape[1]), sides)
 
 
+def _round_rows(x: Tensor, dtype: torch.dtype, together: bool) -> tuple[Tensor, Tensor] | None:
+    kernel = function_of("sparsek.products.kernels.pack.to_fp8", "round_rows", x)
+    if kernel is None or together:  # inside a product, which is a recorded call itself
+        return None if kernel is None else kernel(x, dtype, together)
+    return _again(("round_rows", dtype), (x,), lambda: kernel(x, dtype))
+
+
 @cache
 def _loaded(name: str) -> Callable[..., Any]:
     """A function of products/kernels/pack/to_bsr.py, which is loaded once a call is recorded."""
@@ -61,5 +69,5 @@ KERNELS.update(
     pack24=kernel_of("sparsek.products.kernels.pack.to_24", "pack24"),
     unpack24=kernel_of("sparsek.products.kernels.pack.to_24", "unpack24"),
     transposed_lists=kernel_of("sparsek.products.kernels.pack.transpose", "transposed_lists"),
-    round_rows=kernel_of("sparsek.products.kernels.pack.to_fp8", "round_rows"),
+    round_rows=_round_rows,
 )

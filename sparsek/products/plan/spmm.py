@@ -323,13 +323,13 @@ class SpmmPlan(Plan):
             return _without_product(call, p)
         if epilogue.other is not None and epilogue.combine == "add" and epilogue.beta == 0:
             epilogue = _without_other(call)
-        if isinstance(a, Quantized) and isinstance(b, Tensor):
-            b = quantize_dense(b.mT, E4M3, "row", check=False).mT
-        if out is None:
+        if out is None:  # before the rounding: a recorded call allocates at once
             c = new_rows(b, p.m, by_columns, dtypes.parse(p.c.dtype))
             out = c.mT if by_columns else c
         else:
             c = out.mT if by_columns else out
+        if isinstance(a, Quantized) and isinstance(b, Tensor):
+            b = quantize_dense(b.mT, E4M3, "row", check=False, together=True).mT
         if out.numel():
             kernel.launch(config, self.work, a, b, out, epilogue)
         return c

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,10 +11,13 @@ import pytest
 import torch
 from torch import Tensor
 
+import sparsek as sk
 from sparsek.core import fault_ring
 from sparsek.engine.launch import driver
 from sparsek.engine.launch import recorder as recorder_
 from sparsek.engine.launch.recorder import MISS, Launch, Recorded, Recorder, Result, recorder, recording
+from sparsek.products.ops.linear import plan_layer
+from sparsek.products.plan.spmm import Product
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
@@ -136,6 +140,48 @@ def test_a_call_runs_what_it_can_before_it_allocates_the_rest(monkeypatch: pytes
         ]
     assert allocated == ["0", "2"] * 3
     assert recorded.repeat((torch.zeros(5)[1:],)) is MISS
+
+
+@pytest.mark.parametrize("k", [48, 40])
+def test_a_product_in_fp8_allocates_twice_and_then_rounds_and_multiplies(
+    k: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rounded values and their scales, of one allocation, follow it together."""
+    to_fp8 = pytest.importorskip("sparsek.products.kernels.pack.to_fp8")
+    w = sk.quantize(sk.random_bsr(32, k, 16, 0.5, dtype=torch.bfloat16))
+    plan = plan_layer(torch.randn(3, k).bfloat16(), w)
+    ran: list[list[int]] = []
+    fake = SimpleNamespace(cuLaunchKernelEx=lambda cells: ran.append([c.value for c in cells]) or 0)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(driver, "cuda", lambda: fake)
+    monkeypatch.setattr(Tensor, "is_cuda", property(lambda x: True))
+    monkeypatch.setattr(recorder_, "_allocate", None)
+
+    def launched(*tensors: Tensor) -> None:
+        made: Any = recorder()
+        step: Any = Launch(0, (1,), 32, 0, [made.cell(x.data_ptr(), x) for x in tensors])
+        step.launch = (step.cells,)
+        made.add(step)
+
+    monkeypatch.setattr(
+        to_fp8, "launch_unspecialized", lambda kernel, device, ctas, args, *_: launched(*args[:3])
+    )
+    kernel = SimpleNamespace(launch=lambda c, work, a, b, out, epilogue: launched(b.values, b.scale, out))
+    plan = replace(plan, choice=plan.choice._replace(kernel=kernel))
+    x = torch.randn(3, k).bfloat16()
+    with recording([x]) as made:
+        recorded = made.recorded(plan._run(Product.layer(x, w)))
+    assert isinstance(recorded, Recorded), made.reason
+    (part,) = recorded.parts
+    assert (len(part.allocations), len(part.steps)) == (2, 2)
+    for given in (x, x.clone(), x):
+        out = recorded.repeat((given,))
+        (read, values, scale), product = ran
+        assert (read, product) == (given.data_ptr(), [values, scale, out.data_ptr()])
+        assert values % 16 == 0
+        assert 3 * k <= scale - values < 3 * k + 16
+        ran.clear()
 
 
 def test_one_launch_reads_the_addresses_of_each_call(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -132,15 +132,26 @@ def _constants(x: Tensor, dtype: torch.dtype) -> tuple[RowConstants, int]:
     return RowConstants(top, lies, unit, rows, step, k <= step, wide, env.interpreting()), warps
 
 
-def round_rows(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:
-    """Values [..., K] in `dtype` and scales [...] of x [..., K] in bf16, fp16 or fp32; None for unsupported inputs."""
+def round_rows(x: Tensor, dtype: torch.dtype, together: bool = False) -> tuple[Tensor, Tensor] | None:
+    """Values [..., K] in `dtype` and scales [...] of x [..., K] in bf16, fp16 or fp32; None for unsupported inputs.
+    `together`: both are views of one allocation."""
     if x.dtype not in (torch.bfloat16, torch.float16, torch.float32) or max(x.shape) > SIZE_LIMIT:
         return None
     if x.is_cuda and torch.cuda.get_device_capability(x.device) < (8, 9):
         return None
     # The interpreter's own conversion to FP8 does not round to nearest (Triton 3.6): there torch rounds.
-    values = torch.empty(x.shape, dtype=torch.float32 if env.interpreting() else dtype, device=x.device)
-    scale = torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)
+    kind = torch.float32 if env.interpreting() else dtype
+    if together:
+        size = x.numel() * kind.itemsize
+        begin = -(-size // 16) * 16
+        whole = torch.empty(begin + 4 * x.shape[:-1].numel(), dtype=torch.uint8, device=x.device)
+        values, scale = (
+            whole[:size].view(kind).view(x.shape),
+            whole[begin:].view(torch.float32).view(x.shape[:-1]),
+        )
+    else:
+        values = torch.empty(x.shape, dtype=kind, device=x.device)
+        scale = torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)
     if not x.numel():
         return values.to(dtype), scale.fill_(1.0)
     x, out, of_rows = (each.unsqueeze(0) if x.ndim == 1 else each for each in (x, values, scale))
