@@ -48,12 +48,12 @@ def pytest_report_header() -> str:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """SPARSEK_TEST_CPU=sums,addresses runs tests as on another CPU."""
-    if os.environ.get("SPARSEK_TEST_CPU"):
+    """SPARSEK_TEST_CPU=sums,addresses,memory runs tests as on another CPU."""
+    if named := os.environ.get("SPARSEK_TEST_CPU"):
         from tests.odd_cpu import asked_for
 
         stack = ExitStack()
-        stack.enter_context(asked_for())
+        stack.enter_context(asked_for(named))
         config.add_cleanup(stack.close)
 
 

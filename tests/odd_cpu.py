@@ -1,4 +1,4 @@
-"""Another CPU: sums in another order, and tensors at odd addresses, for a whole run of the tests.
+"""Another CPU: sums in another order, tensors at odd addresses, other unwritten memory, for a whole run of the tests.
 
     SPARSEK_TEST_CPU=sums,addresses pytest tests/ops ...
 
@@ -8,9 +8,9 @@ layouts, so that two calls have equal bits only where those are equal, or the su
 last bit drawn likewise: torch takes other code for strided tensors and for the ends of others. Copies are made on the
 way, which a test that counts memory sees.
 With `addresses` what `torch.randn` and its kind make begins 16 bytes behind a multiple of 64.
+With `memory` what `torch.empty` and its kind make holds NaN and the largest integers until it is written.
 """
 
-import os
 import random
 import warnings
 from collections.abc import Callable, Iterator
@@ -53,6 +53,7 @@ CURVES = [
     "silu.out",
 ]
 NORMALIZED = ["_softmax", "_softmax.out", "_log_softmax"]
+UNWRITTEN = ["empty.memory_format", "empty_strided"]
 MADE = ["randn", "rand", "randn_like", "rand_like"]
 
 
@@ -119,6 +120,16 @@ def _curve(name: str, kernel: Any) -> Callable[..., Any]:
     return run
 
 
+def _unwritten(name: str, kernel: Any) -> Callable[..., Any]:
+    def run(keys: Any, *args: Any, **kwargs: Any) -> Any:
+        made = kernel.call_boxed(keys, *args, **kwargs)
+        if made.dtype.is_floating_point or made.dtype.is_complex:
+            return made.fill_(torch.nan)
+        return made.fill_(torch.iinfo(made.dtype).max if made.dtype != torch.bool else True)
+
+    return run
+
+
 def _at_odd_address(make: Callable[..., Any]) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
         made = make(*args, **kwargs)
@@ -135,21 +146,27 @@ def _at_odd_address(make: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-WRAPPED = ((PRODUCTS, _product), (SUMS, _sum), (CURVES, _curve), (NORMALIZED, _normalized))
+WRAPPED = (
+    ("sums", PRODUCTS, _product),
+    ("sums", SUMS, _sum),
+    ("sums", CURVES, _curve),
+    ("sums", NORMALIZED, _normalized),
+    ("memory", UNWRITTEN, _unwritten),
+)
 
 
 @contextmanager
-def asked_for() -> Iterator[None]:
-    """What the environment variable SPARSEK_TEST_CPU names."""
-    kinds = set(filter(None, os.environ.get("SPARSEK_TEST_CPU", "").split(",")))
+def asked_for(named: str) -> Iterator[None]:
+    """Every kind that `named` has, with commas between."""
+    kinds = set(named.split(","))
     library = torch.library.Library("aten", "IMPL")
     with ExitStack() as stack:
         for name in MADE if "addresses" in kinds else ():
             stack.enter_context(mock.patch.object(torch, name, _at_odd_address(getattr(torch, name))))
         with warnings.catch_warnings():  # that torch's own are overridden
             warnings.simplefilter("ignore")
-            for names, wrapped in WRAPPED if "sums" in kinds else ():
-                for name in names:
+            for kind, names, wrapped in WRAPPED:
+                for name in names if kind in kinds else ():
                     kernel = torch.library.get_kernel(f"aten::{name}", "CPU")
                     library.impl(name, wrapped(name, kernel), "CPU", with_keyset=True, allow_override=True)
         stack.callback(library._destroy)

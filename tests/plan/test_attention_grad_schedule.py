@@ -22,6 +22,7 @@ from sparsek.attn.plan.attention_grad_schedule import (
 )
 from sparsek.attn.plan.problems import AttentionProblem
 from sparsek.core.device import H200
+from tests import odd_cpu
 from tests.attn.attention_cases import ATTENTION_CASES, random_bits
 from tests.plan.test_attention_schedule import bounded
 
@@ -152,8 +153,17 @@ def drawn(draw: st.DrawFn, lists_of_kv: bool = False) -> tuple[BlockMask, int, i
 @settings(max_examples=25, deadline=None)
 @given(drawn(), st.integers(1, 140), st.sampled_from(((0, 1), (1, 1), (1, 2), (1, 3), (2, 1))))
 def test_drawn_masks(of: tuple[BlockMask, int, int, int], ctas: int, cut: tuple[int, int]) -> None:
-    """Of whole tiles, or cut into parts."""
-    check(*of, ctas, cut_for(of, cut))
+    """Of whole tiles, or cut into parts; whatever memory holds before it is written."""
+    with odd_cpu.asked_for("memory"):
+        check(*of, ctas, cut_for(of, cut))
+
+
+@pytest.mark.parametrize("seen", [(0, 0, 0), (1, 0, 0), (0, 1, 0)], ids=str)
+def test_absent_visits_of_parts_that_nobody_takes_change_nothing(seen: tuple[int, ...]) -> None:
+    """The last part has no visit, so that no CTA has it, and single steps have absent visits behind it."""
+    mask = BlockMask.from_dense(torch.tensor(seen).bool().view(1, 3, 1, 1).expand(1, 3, 64, 64), 64)
+    with odd_cpu.asked_for("memory"):
+        check(mask, 1, 3, 1, 2, TileParts(1, 1))
 
 
 def cut_for(of: tuple[BlockMask, int, int, int], cut: tuple[int, int]) -> TileParts | None:

@@ -43,11 +43,18 @@ def test_budgets_hold_with_other_instruction_sets(name: str) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_another_cpu_adds_in_another_order_for_other_layouts_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SPARSEK_TEST_CPU", "sums,addresses")
+def test_unwritten_memory_holds_what_no_result_may() -> None:
+    with odd_cpu.asked_for("memory"):
+        x = torch.empty(3, 4, dtype=torch.bfloat16)
+        assert all(each.isnan().all() for each in (x, torch.empty_like(x.mT), x.new_empty(2)))
+        assert x.new_empty(2, dtype=torch.int32).tolist() == [2**31 - 1] * 2
+        assert torch.zeros(2).tolist() == [0, 0]
+
+
+def test_another_cpu_adds_in_another_order_for_other_layouts_only() -> None:
     plain = torch.randn(3, 40, 50, generator=torch.Generator().manual_seed(0))
     whole = torch.randint(-8, 8, (2, 30, 30)).float()
-    with odd_cpu.asked_for():
+    with odd_cpu.asked_for("sums,addresses"):
         x, y = torch.randn(3, 40, 50), torch.randn(3, 50, 60)
         assert x.data_ptr() % 64 == y.data_ptr() % 64 == 16
         for run in (torch.matmul, lambda x, y: (x @ y).sum(-1), lambda x, y: (x @ y).softmax(-1)):

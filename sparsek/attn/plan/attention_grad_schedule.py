@@ -214,7 +214,7 @@ def schedule(
     line = _lined_up(p, n, band or sections(p, ctas), in_turn=band > 0)
     line = line if parts == 1 else line[n[line] > 0]
     taker, began = deal((n + odd + TILE_TICKS)[line].int(), ctas)
-    cta, start = torch.empty_like(n), torch.empty_like(n)
+    cta, start = torch.zeros_like(n), torch.zeros_like(n)
     cta[line], start[line] = taker.long(), began.long()
 
     own = counts.flatten().clone()
