@@ -6,6 +6,7 @@ from typing import Any, Literal, NamedTuple, overload
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from sparsek.attn.mask.mask import BlockMask
 from sparsek.attn.mask.operands import check_tensors
@@ -19,6 +20,7 @@ from sparsek.core import arguments
 from sparsek.core.errors import InvalidInput
 from sparsek.core.handshake import agreed, refuse_transforms
 from sparsek.core.tracing import untraced
+from sparsek.distributed.dtensors import PlacedOperands
 from sparsek.distributed.gather import gathered
 from sparsek.distributed.heads import by_heads
 from sparsek.distributed.pieces import at_ends, refuse_ends
@@ -96,6 +98,13 @@ def attention(
 
     All ranks of the mesh must call it, with shapes that fit together, and run the backward pass if one of them does.
 
+    q, k and v may be DTensors with Shard(2) along the mesh of the plan. These are whole tensors with their tokens in
+    order, in torch's split, so out is a DTensor as well, with the placements of q, and gradients have those of their
+    operands. Their tokens are sent to the ranks of the plan and back in each call; where both splits are the same,
+    as for lengths that ranks times units divide by "heads" and often for windows, nothing is sent. A plan's shard is no
+    shard of a DTensor: pass it as it is. Along other dims of their mesh DTensors may be split by batch items and heads
+    of a mask for all of them.
+
     Args:
         q: This rank's queries [B, Hq, S_r, D]: `shard_sequence(q, plan)` of the whole tensor.
         k: Its keys [B, Hkv, T_r, D], `shard_sequence(k, plan, of="keys")`.
@@ -104,7 +113,8 @@ def attention(
 
             - A plan of `sk.distributed.plan`: its mask, or what its policy chooses.
             - With `plan` or `mesh` a `BlockMask` of the whole sequence.
-            - With `plan` `TokenLists` of this rank's own queries, which the ranks exchange.
+            - With `plan` `TokenLists` of this rank's own queries, which the ranks exchange; of DTensors those of their
+              local queries.
             - With `plan` a `MaskPolicy`, with top-k by block means, which the ranks exchange.
             - With a `plan` by "heads" a policy of `sk.policies`, which reads whole rows of this rank's heads.
         plan: The plan by which the shards were made, where `mask` is none.
@@ -141,6 +151,9 @@ def attention(
     def checks() -> str:
         arguments.flag("check", check)
         found, rule = _planned(mask, plan, mesh, how)
+        if any(isinstance(x, DTensor) for x in (q, k, v)):
+            made.append(PlacedOperands.of(q, k, v, found, mask))
+            return made[0].text
         text, checked = _checked(q, k, v, found, rule, options)
         made.append((found, rule, checked))
         return text
@@ -149,6 +162,17 @@ def attention(
         agreed(NAME, groups, checks)
     else:
         checks()
+    if isinstance(made[0], PlacedOperands):
+        given: Any = {
+            **options._asdict(),
+            "plan": plan,
+            "mesh": mesh,
+            "how": how,
+            "check": check,
+            "return_lse": True,
+        }
+        out, lse = attention(*made[0].shards(), **given)
+        return (made[0].placed(out), made[0].placed(lse)) if return_lse else made[0].placed(out)
     found, rule, options = made[0]
     q, k, v = follow_autocast(q, k, v)
     if rule is not None and of_whole_sequence(rule, q, k, found):

@@ -5,11 +5,13 @@ from __future__ import annotations
 import numpy as np
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from sparsek.core import arguments
 from sparsek.core.errors import InvalidInput
 from sparsek.core.handshake import agreed, refuse_transforms
 from sparsek.core.tracing import untraced
+from sparsek.distributed.dtensors import check_split, check_whole_or_split, redistributed
 from sparsek.distributed.exchange import Exchange, exchanged
 from sparsek.distributed.plan import MeshPlan, once
 
@@ -42,7 +44,9 @@ def shard_sequence(x: Tensor, plan: MeshPlan, dim: int = 2, of: str = "queries")
     Its gradient is that of this rank's tokens, 0 for others.
 
     Args:
-        x: A tensor with the whole sequence along `dim`.
+        x: A tensor with the whole sequence along `dim`. A DTensor, with Replicate along the plan's mesh, gives one with
+            Shard(dim) there, in torch's split and not the plan's, as `attention` takes DTensors; all ranks must run its
+            backward pass. One with Shard(dim) is returned.
         plan: What `sk.distributed.plan` returned.
         dim: The dim of the sequence: 2 of q, k and v [B, H, S, D], 1 of hidden states [B, S, E] or tokens [B, S].
         of: "queries" or "keys".
@@ -52,6 +56,10 @@ def shard_sequence(x: Tensor, plan: MeshPlan, dim: int = 2, of: str = "queries")
             as FP8 under torch.func.
     """
     length = _checked(plan, of)._parts.deal(of).length
+    if isinstance(x, DTensor):
+        plan._here  # noqa: B018  # InvalidInput without processes
+        dim = check_whole_or_split(x, plan, dim, of)
+        return redistributed(x, plan, dim, Shard(dim))
     dim = _check_length(x, dim, length)
     try:
         return x.index_select(dim, positions(plan, of, device=x.device))
@@ -70,7 +78,8 @@ def unshard_sequence(
     Its gradient for a shard is the sum over the ranks, each of which has the whole result.
 
     Args:
-        x: This rank's shard.
+        x: This rank's shard. A DTensor with Shard(dim) along the plan's mesh gives one with Replicate there, and its
+            gradient is that of the one whole result.
         plan: What `sk.distributed.plan` returned.
         dim: The dim of the sequence.
         of: "queries" or "keys".
@@ -89,6 +98,9 @@ def unshard_sequence(
         _checked(plan, of)
         arguments.flag("check", check)
         refuse_transforms("sk.distributed.unshard_sequence")
+        if isinstance(x, DTensor):
+            dim = check_split(x, plan, dim, of)
+            return f"a DTensor {list(x.shape)} in {x.dtype} along {dim}, {of} of {plan._text}"
         dim = _check_length(x, dim, int(plan._parts.deal(of).tokens[plan._here]))
         shape = [*x.shape[:dim], "S", *x.shape[dim + 1 :]]
         learns = torch.is_grad_enabled() and x.requires_grad
@@ -98,6 +110,8 @@ def unshard_sequence(
         agreed("sk.distributed.unshard_sequence", plan._groups, checks)
     else:
         checks()
+    if isinstance(x, DTensor):
+        return redistributed(x, plan, dim, Replicate())
     return unsharded(x, plan, dim, of)
 
 

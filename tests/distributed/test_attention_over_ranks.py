@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 import sparsek as sk
 from sparsek.core.errors import InvalidInput, MeshError
@@ -173,6 +174,47 @@ CASES = [  # mask, way, with sinks, heads; and the ranks of a part of the world
 ]
 
 
+WHOLE = {  # DTensors: a mask, a way, and the placements of q, k and v on the mesh of 2 x 2
+    "flat": ("causal", "pieces", [Shard(2)]),
+    "heads": ("window", "heads", [Shard(2)]),
+    "both": ("causal", "both exact", [Shard(2), Shard(2)]),
+    "beside heads": ("causal", "gather", [Shard(2), Shard(1)]),
+    "beside items": ("cu_seqlens", "exact", [Shard(2), Shard(0)]),
+    "few": ("few", "gather", [Shard(2)]),
+    "other lengths": ("other lengths", "gather", [Shard(2), Replicate()]),
+    "lists": ("lists", "gather", [Shard(2)]),
+}
+
+
+def _dtensors(name: str, mesh: Any) -> tuple[list[Tensor], bool]:
+    """out, lse and gradients of DTensors, whole; and whether all of these are placed as the operands are."""
+    d, (mask, way, placements) = sk.distributed, WHOLE[name]
+    mask, (how, options) = masks()[mask], WAYS[way]
+    if len(placements) == 1:
+        mesh = init_device_mesh("cpu", (RANKS,))
+    over = mesh["sequence"] if len(placements) == 2 and how != "both" else mesh
+    lengths, given = lengths_of(mask), operands(*lengths_of(mask))
+    if isinstance(mask, sk.TokenLists):
+        plan = d.plan(sk.MaskPolicy(block=128), over, how, length=N)
+        indices, counts = (
+            distribute_tensor(x, mesh, placements).to_local() for x in (mask.indices, mask.counts)
+        )
+        mask = sk.TokenLists(indices, mask.block, counts)
+    else:
+        plan = d.plan(mask, over, how)
+    *given, sink = given
+    given = [distribute_tensor(x, mesh, placements) for x in given]
+    if len(set(lengths)) == 1:
+        assert d.unshard_sequence(d.shard_sequence(given[0], plan), plan).placements[0] == Replicate()
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, **more: Any) -> Any:
+        return d.attention(q, k, v, mask, plan=plan, **more, **options)
+
+    found: list[Any] = learned(attend, [*given, sink], sinks=False)
+    alike = [isinstance(x, DTensor) and list(x.placements) == placements for x in found]
+    return [x.full_tensor() for x in found], all(alike)
+
+
 def _refused(call: Callable[[], Any]) -> tuple[str, str]:
     try:
         call()
@@ -195,6 +237,12 @@ def _faults(rank: int, mesh: Any) -> dict[str, Any]:
     def second_order(plan: Any) -> Any:
         x = [d.shard_sequence(x, plan).requires_grad_() for x in operands(N, N)[:3]]
         return torch.autograd.grad(d.attention(*x, plan).sum(), x, create_graph=True)
+
+    flat, rows = init_device_mesh("cpu", (RANKS,)), operands(N, N)[:3]
+
+    def placed(*placements: Any, over: Any = flat, **more: Any) -> Any:
+        given = [DTensor.from_local(x, over, placements, run_check=False) for x in rows]
+        return d.attention(*given, plan, **more)
 
     lists = sk.TokenLists(_lists().indices[:, :, :5], 64)
     tokens = d.plan(made["rule of tokens"], world, "heads", length=N)
@@ -226,6 +274,28 @@ def _faults(rank: int, mesh: Any) -> dict[str, Any]:
         ),
         "second order": lambda: second_order(plan),
         "second order of heads": lambda: second_order(d.plan(causal, world, "heads")),
+        "one DTensor": lambda: attend(
+            distribute_tensor(rows[0], flat, [Shard(2)], src_data_rank=None) if odd else q, k, v
+        ),
+        "whole": lambda: placed(Replicate()),
+        "sum": lambda: placed(Partial()),
+        "split heads": lambda: placed(Shard(1)),
+        "another mesh": lambda: placed(Shard(2), Shard(2), over=mesh),
+        "a plan's shards": lambda: attend(
+            *(
+                DTensor.from_local(x, flat, [Shard(2)], run_check=False, shape=y.shape, stride=y.stride())
+                for x, y in zip((q, k, v), rows, strict=True)
+            )
+        ),
+        "heads of a mask": lambda: d.attention(
+            *(distribute_tensor(x, mesh, [Shard(2), Shard(1)]) for x in rows),
+            d.plan(made["map of heads of k"], mesh["sequence"]),
+        ),
+        "FP8": lambda: d.attention(
+            *(distribute_tensor(x, flat, [Shard(2)]).to(torch.float8_e4m3fn) for x in rows), plan
+        ),
+        "unshard whole": lambda: d.unshard_sequence(distribute_tensor(rows[0], flat, [Replicate()]), plan),
+        "shard heads": lambda: d.shard_sequence(distribute_tensor(rows[0], flat, [Shard(1)]), plan),
         "unshard": lambda: d.unshard_sequence(q[:, :, 1:] if odd else q, plan),
         "other error": lambda: agreed("a call", [world], lambda: str(1 // (rank != 2))),
     }
@@ -301,6 +371,7 @@ def _work(rank: int) -> dict[Any, Any]:
     for case in CASES:
         name, way, sinks, heads, ranks = case
         found[case] = over_ranks(made[name], way, mesh if "both" in way else parts[ranks], sinks, heads)
+    found["DTensors"] = {name: _dtensors(name, mesh) for name in WHOLE}
     found |= {"faults": _faults(rank, mesh), **_whole_and_bits(rank, mesh)}
     if rank == RANKS - 1:
         return found  # and ends, while others go on
@@ -336,6 +407,14 @@ def test_slopes_by_heads_are_those_of_one_process(found: list[dict[Any, Any]]) -
         _same(each["slopes"], right[:3])
 
 
+@pytest.mark.parametrize("name", WHOLE)
+def test_dtensors_are_whole_and_stay_so(name: str, found: list[dict[Any, Any]]) -> None:
+    for each in found:
+        whole, alike = each["DTensors"][name]
+        assert alike
+        _same(whole, alone(WHOLE[name][0], False))
+
+
 ON_ALL = {  # what every rank hears, and what the odd one
     "masks": "sk.distributed.plan: the calls of ranks 2 differ from that of rank 0",
     "no mask": "must be a BlockMask of the whole sequence, or a policy",
@@ -357,6 +436,16 @@ ON_ALL = {  # what every rank hears, and what the odd one
     "NaN of a head": "NaN",
     "second order": "no gradients of gradients",
     "second order of heads": "no gradients of gradients",
+    "one DTensor": "k is a Tensor and others are DTensors",
+    "whole": "it must have Shard(2)",
+    "sum": "it must have Shard(2)",
+    "split heads": "it must have Shard(2)",
+    "another mesh": "do not have the ranks of the plan's mesh",
+    "a plan's shards": "pass shards of a plan as plain tensors",
+    "heads of a mask": "the mask has batch 1 and heads 2",
+    "FP8": "torch.float8_e4m3fn",
+    "unshard whole": "it must have Shard(2)",
+    "shard heads": "it must have Shard(2)",
     "unshard": "along dim 2",
 }
 
