@@ -18,6 +18,7 @@ from sparsek.core.arguments import INT32_MAX, check_real
 from sparsek.core.errors import InvalidInput
 from sparsek.core.tracing import outside_inference
 from sparsek.engine.call.autocast import CAST
+from sparsek.nn.parameter import meta_device
 
 NOT_TORCHSCRIPT = "torch.jit.{} cannot take a SparseAttention; use torch.compile or torch.export"
 NOT_ONNX = (
@@ -43,7 +44,7 @@ class SparseAttention(nn.Module):
         softcap: The bound of capped scores, as in `attention`; 0 for none.
         sink_logits: Whether each head has a learned sink.
         dtype: The dtype of the parameters; torch's default dtype by default.
-        device: The device of the parameters; torch's default device by default.
+        device: The device of the parameters, or "meta"; torch's default device by default.
 
     Attributes:
         qkv: nn.Linear with weight [(heads + 2 * kv_heads) * head_dim, dim]: the rows of q, then of k, then of v.
@@ -91,7 +92,8 @@ class SparseAttention(nn.Module):
         )
         arguments.flag("bias", bias)
         dtype = None if dtype is None else arguments.dtype("dtype", dtype)
-        device = None if device is None else arguments.device("device", device)
+        home = meta_device(device)
+        device = home if home is not None or device is None else arguments.device("device", device)
         if isinstance(mask, BlockMask):
             raise InvalidInput(
                 "mask is a BlockMask, which is for one length: pass it to each call, layer(x, mask), and here a "

@@ -36,7 +36,7 @@ class MoBA(SparseAttention):
         head_dim: Features of a head; dim // heads by default.
         bias: Whether both projections have a bias.
         dtype: The dtype of the parameters; torch's default dtype by default.
-        device: The device of the parameters; torch's default device by default.
+        device: The device of the parameters, or "meta"; torch's default device by default.
 
     Raises:
         InvalidInput: For sizes that do not fit together.
@@ -93,7 +93,7 @@ class NativeSparseAttention(SparseAttention):
             mean.
         bias: Whether projections and gates have a bias.
         dtype: The dtype of the parameters; torch's default dtype by default.
-        device: The device of the parameters; torch's default device by default.
+        device: The device of the parameters, or "meta"; torch's default device by default.
 
     Attributes:
         qkv: nn.Linear with weight [(heads + 2 * kv_heads) * head_dim, dim]: the rows of q, then those of k and v of the

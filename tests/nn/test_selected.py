@@ -135,7 +135,10 @@ def test_a_state_dict_has_all_parameters_and_loads(case: str) -> None:
     assert {each.dtype for each in half.parameters()} == {torch.bfloat16}
     assert half(x.bfloat16()).dtype == torch.bfloat16
     assert layer.double()(x.double()).dtype == torch.float64
-    assert all(each.is_meta for each in make().to("meta").parameters())
+    meta = make(device="meta")
+    assert all(each.is_meta for each in meta.parameters())
+    meta.load_state_dict(layer.state_dict(), assign=True)
+    assert torch.equal(meta(x.double()), layer(x.double()))
     assert layer.mask.label in repr(layer)
 
 

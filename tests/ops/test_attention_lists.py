@@ -84,6 +84,18 @@ def test_plans_take_lists_and_name_their_unions() -> None:
     assert sk.plan_attention(q, k, k, lists, device="h200").problem.block == (16, 64)
 
 
+def test_the_cure_of_a_plan_made_of_lists_cures() -> None:
+    """Lists make a mask in each call, so that of a plan is gone with the call that made it."""
+    q, k, v = (x.detach() for x in qkv(4, 2, 70, 70))
+    lists = drawn_lists((1, 2, 70, 2), 64, 70, 4)
+    plan, gone = sk.plan_attention(q, k, v, lists), "no longer exists.*mask = lists.mask_for"
+    refused(gone, plan, q, k, v, lists)
+    refused(gone, sk.attention, q, k, v, lists, plan=plan)
+    mask = lists.mask_for(q, k)
+    wanted = sk.attention(q, k, v, lists)
+    assert torch.equal(sk.plan_attention(q, k, v, mask)(q, k, v, mask), wanted)
+
+
 LENGTHS = [100, 0, 64, 1, 30]
 
 

@@ -122,9 +122,10 @@ def _named(mask: MaskData) -> str:
 
 def _placed(a: MaskData, b: MaskData, sign: str) -> tuple[Placed, Placed, TileMask]:
     """Both masks in the grid of the result, and the empty result."""
-    _check_alike(type(a), (a, b), sign)
     for mask in (a, b):
         refuse_members(mask, sign)
+    _check_alike(type(a), (a, b), sign)
+    for mask in (a, b):
         mask.verify(wait=True)
     batch, heads = max(a.batch, b.batch), max(a.heads, b.heads)
     if min(a.batch, b.batch) not in (1, batch):

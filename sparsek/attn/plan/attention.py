@@ -222,7 +222,12 @@ class MaskPlan(Plan):
         """The mask of a call with `mask`. InvalidInput for another than that of this plan."""
         planned = self.mask()
         found = planned if mask is None and self.unmasked else mask
-        if found is None or found is not planned:
+        if planned is None:
+            raise InvalidInput(
+                "the mask of this plan no longer exists: TokenLists and policies that choose blocks make one in each "
+                f"call. Make it once, mask = lists.mask_for(q, k), and give it to {self.planner} and to each call"
+            )
+        if found is not planned:
             raise InvalidInput(
                 f"this plan was made for another mask; call {self.planner}(q, k, v, mask) for this one, "
                 "or attention(q, k, v, mask)"

@@ -70,11 +70,12 @@ def test_masks_by_members_join_along_heads_and_batch() -> None:
 
 def test_what_does_not_read_members_refuses_them() -> None:
     mask, seen = drawn(40, 150, (8, 64))
+    cure = BlockMask.from_dense(mask.to_dense())
     for call in (
-        lambda: mask & mask, lambda: mask | mask, mask.to_flex, mask.to_fa4, mask.to_pattern,
+        lambda: mask & mask, lambda: mask | mask, lambda: mask & cure, lambda: cure | mask,
+        mask.to_flex, mask.to_fa4, mask.to_pattern,
     ):  # fmt: skip
         refused(re.escape("BlockMask.from_dense(mask.to_dense())"), call)
-    cure = BlockMask.from_dense(mask.to_dense())
     assert torch.equal((cure & cure).to_dense(), seen)
     refused("partial blocks by members", sk.PageLists.of_masks, [mask])
 
