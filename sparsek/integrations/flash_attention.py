@@ -187,7 +187,7 @@ def flash_attn_func(
         _check_torch(mask_mod)
         mask = _evaluated(q, k, mask_mod, block_sparse_tensors)
     else:
-        window = _window(window_size, causal)
+        window = window_bounds(window_size, causal)
         if block_sparse_tensors is None:
             mask = _near(q, k, window)
         elif window in (ALL, CAUSAL):
@@ -276,7 +276,7 @@ def flash_attn_varlen_func(
         )
     check_operands(q, k, v, "[total, H, D]")
     options = _options(q, causal, return_lse, learnable_sink, softcap, softmax_scale, deterministic)
-    left, right = window = _window(window_size, causal)
+    left, right = window = window_bounds(window_size, causal)
     mask: Any = MaskPolicy(causal=window == CAUSAL)
     if left is not None and right in (0, left):
         mask = MaskPolicy(window=left + 1, causal=right == 0)
@@ -310,7 +310,7 @@ def _sides(left: int | None, right: int | None) -> Window:
 ALL, CAUSAL = (None, None), (None, 0)
 
 
-def _window(window_size: Any, causal: bool) -> tuple[int | None, int | None]:
+def window_bounds(window_size: Any, causal: bool) -> tuple[int | None, int | None]:
     """(left, right) keys that a query sees beside that at its position; None for no bound."""
     if not isinstance(window_size, Sequence) or len(window_size) != 2:
         raise InvalidInput(f"window_size is {arguments.shown(window_size)}; it must be (left, right)")

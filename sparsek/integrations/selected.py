@@ -24,14 +24,14 @@ from sparsek.attn.mask.token_lists import MOST, TokenLists
 from sparsek.attn.ops.attention import attention
 from sparsek.attn.ops.attention_varlen import attention_varlen
 from sparsek.attn.policies.selected import NSA, MoBAGate
-from sparsek.attn.policies.token import LONGEST, TokenGrid, compressed_mask
+from sparsek.attn.policies.token import LONGEST, TokenGrid, compressed_mask, mask_of
 from sparsek.core import arguments
 from sparsek.core.arguments import INT32_MAX
 from sparsek.core.dtypes import FLOATS
 from sparsek.core.errors import InvalidInput
 from sparsek.core.tracing import not_traced, wants_gradient
 from sparsek.integrations.block_rows import BlockRows
-from sparsek.integrations.flash_attention import flash_attn_varlen_func
+from sparsek.integrations.flash_attention import flash_attn_varlen_func, window_bounds
 from sparsek.integrations.foreign_options import absent, check_operands, check_shape, refusing
 from sparsek.nn.selected import compressed
 
@@ -65,6 +65,7 @@ __getattr__ = absent(
 )
 
 
+@refusing("parallel_nsa", head_first=(False, "pass tensors of [B, T, H, ..], as x.transpose(1, 2)"))
 def parallel_nsa(
     q: Tensor,
     k: Tensor,
@@ -140,7 +141,12 @@ def parallel_nsa(
         seen = compressed_mask(policy.spans, q.shape[2], k.shape[2], q.device, edges)
         total = attention(q, k_c, v_c, seen, scale=scale) * _of_rows(g_cmp)
         if block_indices is None:
-            lists = policy.lists(q, k, scale=scale, cu_seqlens=edges, compressed=k_c)
+            options: dict[str, Any] = {"scale": scale, "compressed": k_c}
+            lists: MaskLike = (
+                mask_of(policy, q, k, **options)
+                if edges is None
+                else policy.lists(q, k, cu_seqlens=edges, **options)
+            )
     if block_indices is not None:
         indices = arguments.tensor("block_indices", block_indices, INTS, 4).transpose(1, 2)
         counts = None
@@ -234,6 +240,7 @@ def _lists(indices: Tensor, block: int, counts: Tensor | None = None, causal: bo
 _LISTS: ByTensor[tuple[Any, int, Tensor]] = ByTensor()
 
 
+@refusing("build_k2q_csr")
 @not_traced("the lists of queries")
 @torch.no_grad()
 def build_k2q_csr(
@@ -395,6 +402,7 @@ def sparse_atten_func(
     return (out, lse.transpose(0, 1)) if arguments.flag("return_softmax_lse", return_softmax_lse) else out
 
 
+@refusing("sparse_attention")
 def sparse_attention(
     q: Tensor, k: Tensor, v: Tensor, q2k: Tensor, msa: Any, *, return_lse: bool = False
 ) -> Any:
@@ -503,7 +511,7 @@ def infllmv2_attn_varlen_func(
             window_size=window_size, **settings,
         )  # fmt: skip
     else:
-        if window_size != (-1, -1):
+        if window_bounds(window_size, causal) != window_bounds((None, None), causal):
             raise InvalidInput(
                 f"window_size is {arguments.shown(window_size)} beside topk_idx; it must be (-1, -1): for a window "
                 "beside the blocks, call sparsek.attention_varlen with TokenLists(..., window=)"
@@ -516,6 +524,7 @@ def infllmv2_attn_varlen_func(
     return (out, lse, None) if arguments.flag("return_attn_probs", return_attn_probs) else out
 
 
+@refusing("flash_moba_varlen_func")
 def flash_moba_varlen_func(
     q: Tensor,
     k: Tensor,

@@ -158,6 +158,20 @@ def test_what_fla_refuses() -> None:
     )
     ends = ENDS, torch.tensor([0, 60, 70, 200])
     refused("cu_seqlens of queries and keys differ", parallel_nsa, q, k, v, gate, cu_seqlens=ends)
+    refused("no head_first, got True.*transpose", parallel_nsa, q, k, v, gate, head_first=True)
+
+
+def test_fla_in_a_compiled_graph_of_no_batch_items_and_with_the_last_argument_of_before() -> None:
+    q, k, v = (x.detach()[None] for x in packed())
+    gate = torch.ones(1, 200, 4, dtype=q.dtype)
+    options: Any = {"block_counts": 3, "block_size": 16}
+
+    def chosen(q: Tensor, k: Tensor, v: Tensor, gate: Tensor) -> Tensor:
+        return parallel_nsa(q, k, v, gate, head_first=False, **options)  # type: ignore[call-arg]
+
+    compiled = torch.compile(chosen, backend="eager", fullgraph=True)
+    assert torch.equal(compiled(q, k, v, gate), parallel_nsa(q, k, v, gate, **options))
+    assert chosen(q[:0], k[:0], v[:0], gate[:0]).shape == (0, 200, 4, 8)
 
 
 def rows_of(q2k: Tensor, side: int, ends_q: Tensor, ends_k: Tensor) -> tuple[Tensor, Tensor]:
@@ -278,6 +292,10 @@ def test_infllm(causal: bool) -> None:
 
 def test_what_infllm_refuses() -> None:
     leaves, blocks = packed(), lists(2, 200, 2, 3)
+    wanted = infllmv2_attn_varlen_func(*leaves, ENDS, ENDS, topk_idx=blocks, causal=True)
+    for window in ([-1, -1], (None, None), (-1, 0)):  # no bound
+        given: Any = {"topk_idx": blocks, "causal": True, "window_size": window}
+        assert torch.equal(infllmv2_attn_varlen_func(*leaves, ENDS, ENDS, **given), wanted)
     for given, words in (
         ({"dropout_p": 0.1}, "dropout_p.*drops no weights"),
         ({"block_table": torch.zeros(1)}, "attention_paged"),
@@ -329,6 +347,14 @@ def test_entries_that_do_not_exist_are_left_out() -> None:
             parallel_nsa(q, k, v, block_indices=bad, block_size=256),
             parallel_nsa(q, k, v, block_indices=good, block_size=256),
         )
+
+
+def test_an_unknown_option_is_refused_by_its_name() -> None:
+    for call in (
+        parallel_nsa, build_k2q_csr, sparse_atten_func, sparse_attention, infllmv2_attn_varlen_func,
+        flash_moba_varlen_func,
+    ):  # fmt: skip
+        refused(f"{call.__name__} has no argument odd", call, odd=1)
 
 
 def test_names_that_lack_say_what_to_use() -> None:

@@ -232,7 +232,7 @@ class MaskPlan(Plan):
                 f"this plan was made for another mask; call {self.planner}(q, k, v, mask) for this one, "
                 "or attention(q, k, v, mask)"
             )
-        return found
+        return planned
 
     def check(self, call: Attended) -> None:
         """InvalidInput for a call of other shapes, dtypes or alignment, or whose scores are changed otherwise."""
