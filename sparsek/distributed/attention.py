@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, NamedTuple, overload
+from typing import Any, Literal, NamedTuple, cast, overload
 
 import torch
 from torch import Tensor
@@ -163,16 +163,10 @@ def attention(
     else:
         checks()
     if isinstance(made[0], PlacedOperands):
-        given: Any = {
-            **options._asdict(),
-            "plan": plan,
-            "mesh": mesh,
-            "how": how,
-            "check": check,
-            "return_lse": True,
-        }
-        out, lse = attention(*made[0].shards(), **given)
-        return (made[0].placed(out), made[0].placed(lse)) if return_lse else made[0].placed(out)
+        placed, again = made[0].placed, cast(Any, attention)
+        given = {**options._asdict(), "plan": plan, "mesh": mesh, "how": how, "check": check}
+        result = again(*made[0].shards(), **given)
+        return (placed(result[0]), placed(result[1])) if return_lse else placed(result)
     found, rule, options = made[0]
     q, k, v = follow_autocast(q, k, v)
     if rule is not None and of_whole_sequence(rule, q, k, found):

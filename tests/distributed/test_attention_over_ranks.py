@@ -196,9 +196,9 @@ def _dtensors(name: str, mesh: Any) -> tuple[list[Tensor], bool]:
     lengths, given = lengths_of(mask), operands(*lengths_of(mask))
     if isinstance(mask, sk.TokenLists):
         plan = d.plan(sk.MaskPolicy(block=128), over, how, length=N)
-        indices, counts = (
-            distribute_tensor(x, mesh, placements).to_local() for x in (mask.indices, mask.counts)
-        )
+        assert mask.counts is not None
+        both = mask.indices, mask.counts
+        indices, counts = (distribute_tensor(x, mesh, placements).to_local() for x in both)
         mask = sk.TokenLists(indices, mask.block, counts)
     else:
         plan = d.plan(mask, over, how)
