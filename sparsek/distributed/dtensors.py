@@ -21,8 +21,8 @@ from sparsek.attn.mask.operands import check_shapes
 from sparsek.attn.mask.token_lists import TokenLists
 from sparsek.core import arguments
 from sparsek.core.errors import InvalidInput
+from sparsek.core.handshake import failed, refuse_transforms
 from sparsek.distributed.exchange import Exchange, exchanged
-from sparsek.distributed.handshake import failed, refuse_transforms
 from sparsek.distributed.plan import MeshPlan, once
 
 WHOLE = (
