@@ -16,6 +16,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from sparsek.core import arguments
 from sparsek.core.errors import InvalidInput
 from sparsek.core.handshake import Facts, agreed
+from sparsek.distributed.experts import spread_experts
 from sparsek.nn.agreement import ALIKE, facts_of
 from sparsek.nn.experts import packed_names
 from sparsek.nn.gated import GatedForward, gated_forward
@@ -28,7 +29,6 @@ from sparsek.nn.parallel_linear import (
     is_last,
     is_split,
     split_layer,
-    summed,
 )
 from sparsek.nn.sparse import SparseLinear
 
@@ -163,18 +163,21 @@ class GatedSparse(ColwiseSparse):
         _split_all(plan, device_mesh, self.src_data_rank, repr(self))
         entry = Split(device_mesh, "rows", (), self.input_layouts, self.output_layouts, True)
         module.register_forward_pre_hook(_Entry(entry, _gated_form(module).gate), with_kwargs=True)
+        module.__dict__["_calls"] = set()
         return module
 
 
 class ExpertsSparse(ColwiseSparse):
-    """Deal packed experts with sparse weights over a mesh: every rank computes what its experts make of all tokens.
+    """Spread packed experts with sparse weights over a mesh: expert parallel.
 
     The module is as transformers holds experts, with both weights sparse and without biases. Routers stay as they are:
-    `top_k_index` counts all experts. The ranks' sums are added up, by an all-reduce or, for Shard(0), a reduce-scatter
-    of tokens.
+    `top_k_index` counts all experts. With Shard(0) in a layout, each rank sends its tokens to the ranks of their
+    experts and adds up what returns, by all-to-all. With two Replicate, every rank computes what its experts make of
+    all tokens, and an all-reduce adds that up.
 
     Args:
         input_layouts: The layout of hidden states [T, D], indices and weights: Replicate by default, or Shard(0).
+            Ranks may have unlike numbers of tokens, or none, where both layouts are Shard(0) and the result is plain.
         output_layouts: That of the result: Replicate by default, or Shard(0).
         use_local_output: Whether the result is a plain tensor, and no DTensor.
         split: "even", as many experts for each rank; "balanced" by their stored blocks; or the number of each rank.
@@ -209,59 +212,21 @@ class ExpertsSparse(ColwiseSparse):
             ]
 
         _split_all(plan, device_mesh, self.src_data_rank, repr(self))
-        first = sum(counts[0][: device_mesh.get_local_rank()])
-        experts.all_experts, experts.num_experts = sum(counts[0]), counts[0][device_mesh.get_local_rank()]
-        split = Split(
-            device_mesh, "columns", (), self.input_layouts, self.output_layouts, self.use_local_output
-        )
-        experts.register_forward_pre_hook(_Tokens(split, first), with_kwargs=True)
-        experts.register_forward_hook(_Sum(split))
-        return experts
-
-
-class _Tokens:
-    """A hook before a forward of experts: all tokens, and the indices of the experts of this rank."""
-
-    def __init__(self, split: Split, first: int) -> None:
-        self.split, self.first, self.calls = split, first, set()
-
-    def __call__(self, experts: Any, given: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        names = ("hidden_states", "top_k_index", "top_k_weights")
-        x, index, weights = (*given, *(named[name] for name in names[len(given) :]))
-        beside = ((*each.shape, each.dtype, each.requires_grad) for each in (index, weights))
-        check_given(self.calls, experts._modules[packed_names(experts)[0]], self.split, x, *beside)
-        x, index, weights = (everywhere(each, self.split) for each in (x, index, weights))
-        own = index - self.first
-        own = own.masked_fill((own < 0) | (own >= experts.num_experts), experts.num_experts)
-        return (x, own, weights), {}
-
-
-class _Sum:
-    """A hook after a forward of experts: the sum over ranks."""
-
-    def __init__(self, split: Split) -> None:
-        self.split = split
-
-    def __call__(self, experts: Any, given: Any, y: Any) -> Any:
-        layers = [experts._modules[name] for name in packed_names(experts)]
-        # A rank without tokens has gradients of zeros, for the collectives of the others.
-        for each in (given[0], given[2], *(each.weight_values() for each in layers)):
-            if each is not None and each.requires_grad:
-                y = y + each.flatten()[:0].sum().to(y.dtype)
-        return summed(y, self.split)
+        layouts = self.input_layouts, self.output_layouts, self.use_local_output
+        return spread_experts(experts, Split(device_mesh, "columns", counts[0], *layouts))
 
 
 class _Entry:
     """A hook before a forward: x on every rank, whose gradients add up."""
 
     def __init__(self, split: Split, first: str) -> None:
-        self.split, self.first, self.calls = split, first, set()
+        self.split, self.first = split, first
 
     def __call__(self, module: Any, given: tuple[Any, ...], named: dict[str, Any]) -> Any:
         if len(given) + len(named) != 1:
             raise InvalidInput(f"{type(module).__name__}, which GatedSparse has split, takes x only")
         (x,) = (*given, *named.values())
-        check_given(self.calls, module._modules[self.first], self.split, x)
+        check_given(module, module._modules[self.first].in_features, self.split, x)
         return (everywhere(x, self.split),), {}
 
 

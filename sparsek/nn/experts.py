@@ -206,9 +206,9 @@ class SparseExperts(Fitted):
             top_k_weights: [T, k].
         """
         if "torch._dynamo" not in sys.modules:
-            return _weighted_sum(self, hidden_states, top_k_index, top_k_weights)
+            return weighted_sum(self, hidden_states, top_k_index, top_k_weights)
         if not UNTRACED:  # numbers of tokens are no constants of a graph: it runs between two
-            UNTRACED.append(torch.compiler.disable(_weighted_sum))
+            UNTRACED.append(torch.compiler.disable(weighted_sum))
         return UNTRACED[0](self, hidden_states, top_k_index, top_k_weights)
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
@@ -290,12 +290,18 @@ def _activated(experts: Any, x: Tensor, expert: int, weights: Any) -> Tensor:
     return experts._apply_gate(hidden) if experts.has_gate else experts.act_fn(hidden)
 
 
-def _weighted_sum(experts: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """What the experts of each token compute, weighted and added up. See `SparseExperts.forward`."""
+def weighted_sum(
+    experts: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, counts: Any = None
+) -> Tensor:
+    """What the experts of each token compute, weighted and added up. See `SparseExperts.forward`.
+
+    `counts`: the number of tokens of each expert, where the host has them.
+    """
     count, top = experts.num_experts, top_k_index.shape[-1]
     ids = top_k_index.reshape(-1)
     order = ids.argsort(stable=True)
-    counts = torch.bincount(ids, minlength=count).tolist()[:count]  # waits for the device
+    if counts is None:
+        counts = torch.bincount(ids, minlength=count).tolist()[:count]  # waits for the device
     order = order[: sum(counts)]
     sizes = [padded(each) for each in counts]
     shifts, shift = [], 0
@@ -317,4 +323,4 @@ def _weighted_sum(experts: Any, hidden_states: Tensor, top_k_index: Tensor, top_
     return y.view(-1, top, y.shape[1]).sum(1).to(hidden_states.dtype)
 
 
-UNTRACED: list[Any] = []  # `_weighted_sum` for torch.compile
+UNTRACED: list[Any] = []  # `weighted_sum` for torch.compile

@@ -139,7 +139,7 @@ class ParallelLinear(Fitted):
         act, bias = own.activation, own._parameters.get("bias")
         if split.inputs is not None:
             kind = "no" if residual is None else "a DTensor as" if is_split(residual) else "a"
-            check_given(own._calls, own, split, x, f"{kind} residual")
+            check_given(own, own.in_features, split, x, f"{kind} residual")
         if split.side == "rows":
             x = x if split.inputs is None else everywhere(x, split)
             _check_width(x, own.in_features, own)
@@ -289,7 +289,7 @@ def shard_like(layer: Any, name: str, whole: Tensor, like: Any) -> Any:
         raise InvalidInput(f"{name} lie on {mesh}; there may be one dimension beside that of the split")
     parts, rank = made.to_local().chunk(mesh.size(0)), mesh.get_local_rank(0)
     own = parts[rank] if rank < len(parts) else parts[0][:0]
-    return _wrapped(own.contiguous(), mesh, like.placements, like.shape)
+    return wrapped(own.contiguous(), mesh, like.placements, like.shape)
 
 
 @torch.no_grad()
@@ -385,7 +385,7 @@ def full(x: Any) -> Tensor:
     """The whole of a DTensor, in FP8 too, which gloo does not know."""
     if x.element_size() > 1:
         return x.full_tensor()
-    raw = _wrapped(x._local_tensor.view(torch.uint8), x.device_mesh, x.placements, x.shape)
+    raw = wrapped(x._local_tensor.view(torch.uint8), x.device_mesh, x.placements, x.shape)
     return raw.full_tensor().view(x.dtype)
 
 
@@ -433,26 +433,32 @@ def _check_width(x: Tensor, width: int, layer: Any) -> None:
 
 
 @torch._disable_dynamo
-def check_given(calls: set[Any], layer: Any, split: Split, x: Any, *beside: Any) -> None:
-    """InvalidInput for an x that a split layer does not take, on every rank of a mesh where calls are compared.
+def check_given(
+    module: Any, features: int, split: Split, x: Any, *beside: Any, why: str = "", any_rows: bool = False
+) -> None:
+    """InvalidInput for an x that a split module does not take, on every rank of a mesh where calls are compared.
 
     Args:
-        calls: What `layer` was called with before; see `check_calls`.
-        layer: The split layer that takes x, which may be the first of several.
+        module: The module, whose `_calls` are the facts of former ones; see `check_calls`.
+        features: Those of the whole x.
         split: How x and y lie.
         x: What this rank is called with.
         *beside: Other facts of the call, which must be equal on all ranks.
+        why: What else is wrong on this rank, or "".
+        any_rows: Whether ranks may have unlike numbers of rows of x.
     """
     if getattr(x, "is_meta", False):
         return
-    why, known = _why_not_given(x, split, layer.in_features), ()
+    why, known = _why_not_given(x, split, features) or why, ()
     if isinstance(x, Tensor):
-        sizes = [*x.shape]
+        sizes: list[Any] = [*x.shape]
+        if any_rows:
+            sizes[:1] = ["any"]
         if not is_split(x) and is_last(split.inputs, x.ndim):
-            sizes[-1:] = [layer.in_features]
+            sizes[-1:] = [features]
         learns = "learns" if x.requires_grad else "fixed"
         known = ((*sizes,), x.dtype, learns, *getattr(x, "placements", ()))
-    check_calls(calls, split.mesh, type(layer).__name__, (*known, *beside), why)
+    check_calls(module._calls, split.mesh, type(module).__name__, (*known, *beside), why)
 
 
 def _why_not_given(x: Any, split: Split, features: int) -> str:
@@ -478,7 +484,7 @@ def _why_not_given(x: Any, split: Split, features: int) -> str:
     )
 
 
-def _given(x: Any, split: Split) -> Any:
+def laid_out(x: Any, split: Split) -> Any:
     """x as a DTensor of the mesh, without parts to be added up."""
     if not is_split(x):
         assert split.inputs is not None
@@ -488,7 +494,7 @@ def _given(x: Any, split: Split) -> Any:
 
 def everywhere(x: Any, split: Split) -> Tensor:
     """The whole x. Each rank has a part of its gradients."""
-    return _given(x, split).redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
+    return laid_out(x, split).redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
 
 
 def _own_columns(x: Any, split: Split) -> Tensor:
@@ -496,7 +502,7 @@ def _own_columns(x: Any, split: Split) -> Tensor:
     assert split.inputs is not None
     if not is_split(x) and is_last(split.inputs, x.ndim):
         return x
-    x = _given(x, split)
+    x = laid_out(x, split)
     if split.is_even:
         return x.redistribute(placements=[Shard(x.ndim - 1)]).to_local()
     if is_last(x.placements[0], x.ndim):
@@ -504,7 +510,7 @@ def _own_columns(x: Any, split: Split) -> Tensor:
     most = max(split.sizes)
     parts = [functional.pad(each, (0, most - each.shape[-1])) for each in x.to_local().split(split.sizes, -1)]
     sizes = (*x.shape[:-1], most * len(split.sizes))
-    wide = _wrapped(torch.cat(parts, -1), split.mesh, x.placements, sizes)
+    wide = wrapped(torch.cat(parts, -1), split.mesh, x.placements, sizes)
     mine = wide.redistribute(placements=[Shard(x.ndim - 1)]).to_local()
     return mine[..., : split.sizes[split.rank]].contiguous()
 
@@ -513,7 +519,7 @@ def _spread_output(y: Tensor, split: Split) -> Tensor:
     """The local part of y in the output layout, of the features that each rank has."""
     most, count = max(split.sizes), len(split.sizes)
     sizes = (*y.shape[:-1], most * count)
-    wide = _wrapped(functional.pad(y, (0, most - y.shape[-1])), split.mesh, [Shard(y.ndim - 1)], sizes)
+    wide = wrapped(functional.pad(y, (0, most - y.shape[-1])), split.mesh, [Shard(y.ndim - 1)], sizes)
     y = wide.redistribute(placements=[split.outputs]).to_local()
     if split.is_even:
         return y
@@ -522,7 +528,7 @@ def _spread_output(y: Tensor, split: Split) -> Tensor:
     )
 
 
-def _wrapped(x: Tensor, mesh: DeviceMesh, layouts: Sequence[Placement], sizes: Sequence[int]) -> Any:
+def wrapped(x: Tensor, mesh: DeviceMesh, layouts: Sequence[Placement], sizes: Sequence[int]) -> Any:
     """A DTensor of a local part and of the sizes of the whole."""
     stride = torch.empty(tuple(sizes), dtype=x.dtype, device="meta").stride()
     return DTensor.from_local(x, mesh, layouts, run_check=False, shape=torch.Size(sizes), stride=stride)
@@ -570,4 +576,4 @@ def _finished(y: Tensor, split: Split, act: str, residual: Any, sizes: tuple[int
     if is_split(residual):
         residual = residual.redistribute(split.mesh, [split.outputs]).to_local()
     y = finished(y, act, residual)
-    return y if split.local else _wrapped(y, split.mesh, [split.outputs], sizes)
+    return y if split.local else wrapped(y, split.mesh, [split.outputs], sizes)

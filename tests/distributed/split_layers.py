@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -23,6 +24,23 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "semi24_fp8": {},
     "bsr24_fp8": {"block": 64, "keep": 0.5},
 }
+
+CASES: dict[str, Callable[[], None]] = {}
+
+
+def case(work: Callable[[], None]) -> Callable[[], None]:
+    CASES[work.__name__] = work
+    return work
+
+
+def own_half() -> int:
+    """Which two ranks this process is one of."""
+    return dist.get_rank() // 2
+
+
+def of_half(half: int) -> Callable[[Callable[[], None]], Callable[[], None]]:
+    """A case of two ranks, while those of the other half run another."""
+    return lambda work: case(functools.wraps(work)(lambda: work() if own_half() == half else None))
 
 
 def layer_of(form: str, rows: int, columns: int, seed: int = 0, **options: Any) -> Any:
@@ -125,19 +143,3 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(functional.silu(self.gate_proj(x)) * self.up_proj(x))
-
-
-class Experts(nn.Module):
-    """Packed experts as those of transformers."""
-
-    def __init__(self, count: int) -> None:
-        super().__init__()
-        self.num_experts, self.has_gate, self.has_bias = count, True, False
-        self.is_transposed, self.is_concatenated, self.act_fn = False, True, nn.SiLU()
-        torch.manual_seed(8)
-        self.gate_up_proj = nn.Parameter(torch.randn(count, 128, 64, dtype=torch.float64) / 8)
-        self.down_proj = nn.Parameter(torch.randn(count, 64, 64, dtype=torch.float64) / 8)
-
-    def _apply_gate(self, x: Tensor) -> Tensor:
-        gate, up = x.chunk(2, -1)
-        return self.act_fn(gate) * up

@@ -7,7 +7,6 @@ import functools
 import itertools
 import tempfile
 import traceback
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -20,10 +19,11 @@ from sparsek.core.errors import InvalidInput
 from sparsek.nn import gated, replace
 from tests.distributed.ranks import run_ranks
 from tests.distributed.split_layers import (
+    CASES,
     MLP,
     OPTIONS,
     RANKS,
-    Experts,
+    case,
     check_gradients,
     compare,
     layer_of,
@@ -31,27 +31,11 @@ from tests.distributed.split_layers import (
     local,
     meshes,
     near,
+    of_half,
+    own_half,
     raises,
 )
 from tests.sampling import sampled
-
-CASES: dict[str, Callable[[], None]] = {}
-
-
-def case(work: Callable[[], None]) -> Callable[[], None]:
-    CASES[work.__name__] = work
-    return work
-
-
-def own_half() -> int:
-    """Which two ranks this process is one of."""
-    return dist.get_rank() // 2
-
-
-def of_half(half: int) -> Callable[[Callable[[], None]], Callable[[], None]]:
-    """A case of two ranks, while those of the other half run another."""
-    return lambda work: case(functools.wraps(work)(lambda: work() if own_half() == half else None))
-
 
 STYLES = (("ColwiseSparse", 256, 128), ("RowwiseSparse", 128, 256))
 
@@ -120,47 +104,6 @@ def gated_mlps() -> None:
         near(mine.grad, cut(x.grad), loose)
         for name, each in whole.named_children() if not loose else ():
             check_gradients(each, split.get_submodule(name))
-
-
-@case
-def experts_of_ranks() -> None:
-    from torch.distributed.tensor import Replicate, Shard
-    from torch.distributed.tensor.parallel import parallelize_module
-
-    mesh = meshes()[0]
-    cases = itertools.product(("bsr", "semi24"), (Shard(0), Replicate()))
-    for form, layout in sampled(cases, 1, of="experts"):
-        whole = Experts(6)
-        options = {**OPTIONS[form], **({"scope": "global"} if "bsr" in form else {})}
-        made = {}
-        for name in ("gate_up_proj", "down_proj"):
-            weight = getattr(whole, name).detach().flatten(0, 1)
-            made[name] = sk.nn.SparseLinear.from_dense(weight, form, **options)
-        replace.swap(whole, made)
-        style = sk.distributed.ExpertsSparse(input_layouts=layout, output_layouts=layout, split="balanced")
-        split: Any = parallelize_module(copy.deepcopy(whole), mesh, style)
-        cut: Any = functools.partial(local, layout=layout, rank=mesh.get_local_rank(), sizes=(0,) * RANKS)
-        draw = torch.Generator().manual_seed(9)
-        x, g = (torch.randn(16, 64, dtype=torch.float64, generator=draw) for _ in range(2))
-        index = torch.rand(16, 5, generator=draw).argsort(1)[:, :2]  # the last rank's experts have no tokens
-        index[index == 4] = 0
-        weights = torch.rand(16, 2, dtype=torch.float64, generator=draw)
-        mine, of_mine = (cut(each).clone().requires_grad_() for each in (x, weights))
-        for each in (x, weights):
-            each.requires_grad_()
-        y = whole(x, index, weights)
-        y.backward(g)
-        found = split(mine, cut(index), of_mine)
-        near(found, cut(y))
-        found.backward(cut(g))
-        near(mine.grad, cut(x.grad))
-        near(of_mine.grad, cut(weights.grad))
-        for name in made:
-            check_gradients(whole.get_submodule(name), split.get_submodule(name))
-    even = sk.distributed.ExpertsSparse()
-    raises("takes a SparseLinear", lambda: even._apply(Experts(4), mesh))
-    raises("do not divide by 4", lambda: even._apply(whole, mesh))
-    raises("add up to 6", lambda: sk.distributed.ExpertsSparse(split=(3, 3))._apply(whole, mesh))
 
 
 @of_half(0)
