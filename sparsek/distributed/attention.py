@@ -14,12 +14,14 @@ from sparsek.attn.mask.rule import MaskRule
 from sparsek.attn.mask.token_lists import TokenLists
 from sparsek.attn.ops.attention import attention as attend
 from sparsek.attn.ops.attention import follow_autocast
+from sparsek.attn.ops.attention_varlen import attention_varlen
 from sparsek.attn.plan.attention import Attended
 from sparsek.attn.reference.scores import Scores
 from sparsek.core import arguments
 from sparsek.core.errors import InvalidInput
 from sparsek.core.handshake import agreed, refuse_transforms
 from sparsek.core.tracing import untraced
+from sparsek.distributed.documents import DocumentKeys, layout_of
 from sparsek.distributed.dtensors import PlacedOperands
 from sparsek.distributed.gather import gathered
 from sparsek.distributed.heads import by_heads
@@ -27,11 +29,12 @@ from sparsek.distributed.pieces import at_ends, refuse_ends
 from sparsek.distributed.plan import MeshPlan, once
 from sparsek.distributed.planning import groups_of, plan_here
 from sparsek.distributed.selection import (
+    checked_documents,
     checked_rule,
     lists_at_ends,
     of_length,
     of_whole_sequence,
-    whole_mask,
+    with_whole_mask,
 )
 
 NAME = "sk.distributed.attention"
@@ -55,6 +58,7 @@ def attention(
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     sink_logits: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
 ) -> Tensor: ...
 @overload
 def attention(
@@ -74,6 +78,7 @@ def attention(
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     sink_logits: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]: ...
 @untraced(f"{NAME} communicates", "leave fullgraph=True out")
 def attention(
@@ -93,6 +98,7 @@ def attention(
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     sink_logits: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Return this rank's shard of `sk.attention` of the whole sequence.
 
@@ -136,6 +142,10 @@ def attention(
         alibi_slopes: As in `sk.attention`; with "heads" only.
         sink_logits: As in `sk.attention`. Each rank gets the gradient of its own queries and heads: sum it over ranks,
             as for any parameter of a data-parallel model.
+        cu_seqlens: With a mask that is chosen in each call, of one batch item: int32 or int64 [documents + 1] of the
+            whole packed sequence, the same on all ranks. As in `attention_varlen`, TokenLists then count blocks, window
+            and sinks in each document. On a GPU it is read with one sync, once for a tensor. A BlockMask keeps
+            documents apart itself. Plan with one, `MaskPolicy().packed(cu_seqlens)`.
 
     Returns:
         out [B, Hq, S_r, Dv]; with return_lse (out, lse [B, Hq, S_r]).
@@ -144,7 +154,7 @@ def attention(
         InvalidInput: For operands that do not fit the plan, on every rank.
         MeshError: If an exchange fails or times out; the timeout is that of the process group.
     """
-    options = MeshOptions(scale, pieces, exact, softcap, alibi_slopes, sink_logits, return_lse)
+    options = MeshOptions(scale, pieces, exact, softcap, alibi_slopes, sink_logits, return_lse, cu_seqlens)
     groups = _groups(mask, plan, mesh)
     made: list[Any] = []
 
@@ -170,7 +180,9 @@ def attention(
     found, rule, options = made[0]
     q, k, v = follow_autocast(q, k, v)
     if rule is not None and of_whole_sequence(rule, q, k, found):
-        found, rule = _with_whole_mask(rule, q, k, found, groups if check else []), None
+        (found, keys), rule = _with_whole_mask(rule, q, k, found, options, groups if check else []), None
+        if keys is not None:
+            k, v = keys.spread(k, v)
     out, lse = _attended(q, k, v, found, rule, options, groups if check and rule is not None else [])
     return out if lse is None or not return_lse else (out, lse)
 
@@ -185,6 +197,7 @@ class MeshOptions(NamedTuple):
     alibi_slopes: Tensor | None
     sink_logits: Tensor | None
     return_lse: bool
+    cu_seqlens: Tensor | None
 
 
 def _groups(mask: Any, plan: Any, mesh: Any) -> list[Any]:
@@ -243,7 +256,7 @@ def _checked(
             f"rank {rank} has {q.shape[2]} queries and {k.shape[2]} keys; the plan gives it {own[0]} and {own[1]}: "
             "make shards by sk.distributed.shard_sequence(x, plan)"
         )
-    scale, pieces, exact, softcap, slopes, sinks, lse = options
+    scale, pieces, exact, softcap, slopes, sinks, lse, cu_seqlens = options
     pieces, lse = arguments.integer("pieces", pieces, 1), arguments.flag("return_lse", lse)
     if arguments.flag("exact", exact):
         pieces = 1
@@ -259,6 +272,8 @@ def _checked(
     call.check_scores()
     softcap, slopes, sinks = call.scores
     chosen = "" if rule is None else checked_rule(rule, q, k, plan)
+    if cu_seqlens is not None:
+        chosen = f"{chosen}, documents {checked_documents(rule, q, plan, cu_seqlens, slopes is not None):08x}"
     learns = [torch.is_grad_enabled() and x is not None and x.requires_grad for x in (q, k, v, sinks)]
     if any(learns) and any(x is not None and x.is_inference() for x in (q, k, v, sinks)):
         raise InvalidInput("an operand is an inference tensor, which no backward pass can save; pass a clone")
@@ -268,16 +283,22 @@ def _checked(
         f"{q.dtype}, scale {call.scale}, softcap {softcap}, slopes, sinks and lse {given}, gradients {learns}, "
         f"mask {chosen} in {plan._text}"
     )
-    return text, MeshOptions(call.scale, pieces, exact, softcap, slopes, sinks, lse)
+    return text, MeshOptions(call.scale, pieces, exact, softcap, slopes, sinks, lse, cu_seqlens)
 
 
-def _with_whole_mask(rule: MaskRule, q: Tensor, k: Tensor, plan: MeshPlan, groups: list[Any]) -> MeshPlan:
-    """The plan of the mask that a rule chooses now. `groups`: those whose ranks must have chosen the same."""
-    found: list[MeshPlan] = []
+def _with_whole_mask(
+    rule: MaskRule, q: Tensor, k: Tensor, plan: MeshPlan, options: MeshOptions, groups: list[Any]
+) -> tuple[MeshPlan, DocumentKeys | None]:
+    """The plan of the mask that a rule chooses now, and, of lists of packed documents, where their keys must be.
+
+    `groups`: those whose ranks must have chosen the same.
+    """
+    found: list[tuple[MeshPlan, DocumentKeys | None]] = []
+    layout = None if options.cu_seqlens is None else layout_of(plan, options.cu_seqlens)
 
     def choose() -> str:
-        found.append(plan.with_mask(whole_mask(rule, q, k, plan)))
-        return found[0]._text
+        found.append(with_whole_mask(rule, q, k, plan, layout))
+        return found[0][0]._text
 
     if groups:
         agreed("the mask that sk.distributed.attention chose", groups, choose)
@@ -300,7 +321,7 @@ def _attended(
     groups: list[Any],
 ) -> tuple[Tensor, Tensor | None]:
     """(out, lse) of this rank's shards, of checked arguments. `groups`: those that agree on what a rule chose."""
-    scale, pieces, exact, softcap, slopes, sinks, lse = options
+    scale, pieces, exact, softcap, slopes, sinks, lse, cu_seqlens = options
     settings: Any = {"scale": scale, "softcap": softcap, "sink_logits": sinks}
     if plan.how == "gather":
         return gathered(q, k, v, plan, pieces=pieces, exact=exact, **settings)
@@ -308,7 +329,11 @@ def _attended(
     if sequence is None or heads is None:
 
         def of_rows(q: Tensor, k: Tensor, v: Tensor, mask: Any, **settings: Any) -> Any:
-            return attend(q, k, v, mask, return_lse=True, **settings)
+            if rule is None or cu_seqlens is None:
+                return attend(q, k, v, mask, return_lse=True, **settings)
+            q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))
+            out, lse = attention_varlen(q, k, v, cu_seqlens, None, mask, return_lse=True, **settings)
+            return out.transpose(0, 1)[None], lse[None]
 
         return by_heads(q, k, v, plan, rule, of_rows, settings | {"alibi_slopes": slopes}, groups, lse)
 

@@ -22,8 +22,9 @@ from sparsek.attn.mask.token_lists import TokenLists
 from sparsek.core import arguments
 from sparsek.core.errors import InvalidInput
 from sparsek.core.handshake import failed, refuse_transforms
-from sparsek.distributed.exchange import Exchange, exchanged
+from sparsek.distributed.exchange import Exchange
 from sparsek.distributed.plan import MeshPlan, once
+from sparsek.distributed.resplit import coordinates, exchanges, resplit
 
 WHOLE = (
     "sk.distributed.shard_sequence(x, plan) places a whole DTensor, and .to_local() and .full_tensor() end it"
@@ -223,20 +224,12 @@ def _shown(placements: Sequence[Placement]) -> str:
 
 def moved(given: list[Tensor], plan: MeshPlan, dim: int, of: str, *, back: bool = False) -> list[Tensor]:
     """Tensors of one dtype with tokens along `dim`, from torch's split to the plan's, or back; with gradients."""
-    exchanges = once(
+    ways = once(
         plan._parts.kept, ("moved", of, given[0].device), lambda: _exchanges(plan, of, given[0].device)
     )
     if back:
-        exchanges = [each.reversed for each in reversed(exchanges)]
-    if not exchanges:
-        return given
-    tails = [x.movedim(dim, 0).shape[1:] for x in given]
-    rows = [
-        x.movedim(dim, 0).reshape(x.shape[dim], tail.numel()) for x, tail in zip(given, tails, strict=True)
-    ]
-    for each in exchanges:
-        rows = list(exchanged(each, *rows))
-    return [x.view(x.shape[0], *tail).movedim(0, dim) for x, tail in zip(rows, tails, strict=True)]
+        ways = [each.reversed for each in reversed(ways)]
+    return resplit(given, ways, dim)
 
 
 def _split_of(plan: MeshPlan, of: str) -> tuple[list[np.ndarray], int]:
@@ -254,27 +247,7 @@ def _split_of(plan: MeshPlan, of: str) -> tuple[list[np.ndarray], int]:
 
 
 def _exchanges(plan: MeshPlan, of: str, device: torch.device) -> list[Exchange]:
-    """From torch's split to the plan's shards: one exchange along each dim of the mesh, none if all tokens stay."""
-    deal, groups = plan._parts.deal(of), plan._groups
-    owner = np.repeat(deal.owner, deal.unit_tokens)
-    source, _ = _split_of(plan, of)
-    target = [owner]
-    if len(groups) == 2:
-        columns = dist.get_world_size(groups[1])
-        target = [owner // columns, owner % columns]
-    found = []
-    if any(not np.array_equal(a, b) for a, b in zip(source, target, strict=True)):
-        held = np.ones(owner.size, bool)  # tokens that are exchanged within this rank's group
-        if len(groups) == 2:
-            held = source[1] == dist.get_rank(groups[1])
-        for at, group in enumerate(groups):
-            rank, ranks = dist.get_rank(group), dist.get_world_size(group)
-            given, wanted = source[at][held], target[at][held]
-            here, there = wanted[given == rank], given[wanted == rank]
-            send = [np.flatnonzero(here == other) for other in range(ranks)]
-            place = [np.flatnonzero(there == other) for other in range(ranks)]
-            found.append(
-                Exchange.of(send, place, (here.size, there.size), group, device, "tokens of DTensors")
-            )
-            held = target[0] == dist.get_rank(groups[0])
-    return found
+    """From torch's split to the plan's shards."""
+    deal = plan._parts.deal(of)
+    target = coordinates(plan, np.repeat(deal.owner, deal.unit_tokens))
+    return exchanges(plan, _split_of(plan, of)[0], target, device, "tokens of DTensors")

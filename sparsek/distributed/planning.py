@@ -132,7 +132,7 @@ def _of_both(
     (down, across), (rows, columns) = places, sizes
     sequence = _of_one(mask, rule, down, rows, groups[0], "gather", tolerance)
     queries, keys = (_divided(sequence._parts.deal(of), columns) for of in ("queries", "keys"))
-    of_row, keys_of_row = (_row_of(each, columns, down or 0) for each in (queries, keys))
+    of_row, keys_of_row = (row_of(each, columns, down or 0) for each in (queries, keys))
     heads = MeshPlan(mask, "heads", across, rule, MeshParts(of_row, keys_of_row, groups[1]))
     rank = None if down is None or across is None else down * columns + across
     return MeshPlan(mask, "both", rank, rule, MeshParts(queries, keys, None, sequence, heads))
@@ -147,7 +147,7 @@ def _divided(deal: Deal, columns: int) -> Deal:
     return Deal(deal.length, deal.unit, owner, deal.ranks * columns)
 
 
-def _row_of(deal: Deal, columns: int, row: int) -> Deal:
+def row_of(deal: Deal, columns: int, row: int) -> Deal:
     """The deal of a row's tokens, one after the other, among its ranks."""
     mine = deal.owner // columns == row
     return Deal(int(deal.unit_tokens[mine].sum()), deal.unit, deal.owner[mine] % columns, columns)

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import zlib
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from sparsek.attn.mask.build.documents import PackedLayout
 from sparsek.attn.mask.lists import BLOCK_SIZES, Place
-from sparsek.attn.mask.mask import BlockMask
 from sparsek.attn.mask.rule import MaskPolicy, best_of, block_means, tile_means
 from sparsek.attn.mask.token_lists import TokenLists, mask_of
 from sparsek.core.errors import InvalidInput
+from sparsek.distributed.documents import DocumentKeys, layout_of
 from sparsek.distributed.plan import MeshPlan
 from sparsek.distributed.sequence import unsharded
 
@@ -44,6 +46,28 @@ def checked_rule(rule: Any, q: Tensor, k: Tensor, plan: MeshPlan) -> str:
     return f"{rule.label} in {rule.indices.dtype}, batch {batch}, heads {heads}, {n} entries, {counts} counts"
 
 
+def checked_documents(rule: Any, q: Tensor, plan: MeshPlan, cu_seqlens: Any, slopes: bool) -> int:
+    """A checksum of cu_seqlens. InvalidInput for those that do not fit, or with what they do not go with."""
+    if rule is None:
+        raise InvalidInput(
+            "cu_seqlens goes with TokenLists or a policy as mask, or with the plan of a policy that chooses in each "
+            "call; a BlockMask keeps documents apart itself: MaskPolicy(...).packed(cu_seqlens)"
+        )
+    if q.shape[0] != 1:
+        raise InvalidInput(f"cu_seqlens is for one packed sequence, and q has {q.shape[0]} batch items")
+    if slopes and isinstance(rule, TokenLists):
+        raise InvalidInput(
+            "alibi_slopes count distances in the packed sequence, which TokenLists with cu_seqlens space out; leave "
+            "one of them out"
+        )
+    if not (isinstance(rule, (TokenLists, MaskPolicy)) or rule.by_token):
+        raise InvalidInput(
+            f"mask is {rule.label}, which chooses blocks of one sequence and keeps no documents apart; pass a "
+            "MaskPolicy, TokenLists, or a policy for each token"
+        )
+    return zlib.crc32(b"".join(each.tobytes() for each in layout_of(plan, cu_seqlens).docs))
+
+
 def splits_groups(q: Tensor, k: Tensor, plan: MeshPlan) -> bool:
     """Whether heads of q that share a head of k are on several ranks by "heads"."""
     return q.shape[1] > k.shape[1] < plan.ranks
@@ -55,21 +79,31 @@ def of_whole_sequence(rule: Any, q: Tensor, k: Tensor, plan: MeshPlan) -> bool:
 
 
 @torch.no_grad()
-def whole_mask(rule: Any, q: Tensor, k: Tensor, plan: MeshPlan) -> BlockMask:
-    """The mask of the whole sequence, on every rank, of TokenLists or a MaskPolicy.
+def with_whole_mask(
+    rule: Any, q: Tensor, k: Tensor, plan: MeshPlan, layout: PackedLayout | None
+) -> tuple[MeshPlan, DocumentKeys | None]:
+    """The plan with the mask of the whole sequence, on every rank, of TokenLists or a MaskPolicy; and, of lists of
+    packed documents, where their keys must be.
 
     Ranks exchange lists, or means of tiles of queries and of blocks of keys.
     """
     lengths = plan.mask.q_len, plan.mask.kv_len
     if isinstance(rule, TokenLists):
-        q, k = of_length(q, lengths[0]), of_length(k, lengths[1])
-        return mask_of(whole_lists(rule, plan), q, k)
-    place = Place.of(q_len=lengths[0], kv_len=lengths[1], block=rule.block, device=q.device)
+        lists, q, k = whole_lists(rule, plan), of_length(q, lengths[0]), of_length(k, lengths[1])
+        if layout is None:
+            return plan.with_mask(mask_of(lists, q, k)), None
+        keys = DocumentKeys.of(plan, layout, lists, q.device)
+        return keys.plan_of(lists, q, k), keys
+    visible = None if layout is None else rule.visible_in(layout, q.device)
     if rule.topk is None or not q.shape[0]:
-        return rule._parts[0].mask(*lengths, q.device)
+        return plan.with_mask(
+            rule._parts[0].mask(*lengths, q.device) if visible is None else visible.within
+        ), None
+    place = Place.of(q_len=lengths[0], kv_len=lengths[1], block=rule.block, device=q.device)
     tiles = unsharded(tile_means(q, k.shape[1], place.block[0]), plan, 2, "queries", place.block[0])
     blocks = unsharded(block_means(k, place.block[1]), plan, 2, "keys", place.block[1])
-    return best_of(rule, tiles @ blocks.mT, place)
+    scores = tiles @ blocks.mT
+    return plan.with_mask(best_of(rule, scores, place) if visible is None else visible.chosen(scores)), None
 
 
 def of_length(x: Tensor, length: int) -> Tensor:

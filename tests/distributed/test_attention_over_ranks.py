@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -20,199 +19,28 @@ from sparsek.core.errors import InvalidInput, MeshError
 from sparsek.core.handshake import agreed
 from sparsek.distributed.exchange import Exchange
 from sparsek.distributed.pieces import key_pieces
+from tests.distributed.mesh_cases import (
+    ALIGNED,
+    BATCH,
+    CASES,
+    DIM,
+    EDGES,
+    PACKED,
+    RANKS,
+    V_DIM,
+    WHOLE,
+    N,
+    alone,
+    learned,
+    lists_of,
+    masks,
+    of_dtensors,
+    operands,
+    over_ranks,
+    packed_alone,
+    packed_over_ranks,
+)
 from tests.distributed.ranks import run_ranks
-
-RANKS = 4
-N = 64 * 5 - 23  # uneven tokens, and units that the ranks do not divide
-BATCH, DIM, V_DIM = 2, 8, 4
-
-
-def _map(heads: int, batch: int = 1) -> sk.BlockMask:
-    side = -(-N // 64)
-    found = torch.rand((batch, heads, side, side), generator=torch.Generator().manual_seed(0)) < 0.4
-    found[:, :, 3] = False  # queries that see nothing
-    return sk.BlockMask.from_block_map(found, N, block=64)
-
-
-def _lists(heads: int = 2, **options: Any) -> sk.TokenLists:
-    draw = torch.Generator().manual_seed(1)
-    indices = torch.randint(-1, N // 64 + 1, (1, heads, N, 3), generator=draw, dtype=torch.int32)
-    return sk.TokenLists(indices, 64, torch.randint(0, 4, (1, heads, N), generator=draw), **options)
-
-
-@functools.lru_cache
-def masks() -> dict[str, Any]:
-    """Masks of every form, for 2 batch items, 4 heads of q and 2 of k; the rules choose in each call."""
-    dense = torch.rand((1, 1, N, N), generator=torch.Generator().manual_seed(2)) < 0.4
-    return {
-        "causal": sk.BlockMask.causal(N, block=64),
-        "documents": sk.BlockMask.block_diagonal([200, 31, N - 231], block=64),
-        "cu_seqlens": sk.MaskPolicy(window=70, block=64).packed(torch.tensor([0, 90, 90, N])),
-        "window": sk.BlockMask.sliding_window(N, 100, sinks=3, block=(64, 128)),
-        "map": _map(1),
-        "map of heads of k": _map(2),
-        "map of heads of q": _map(4, 2),
-        "bits": sk.BlockMask.from_dense(dense, block=64),
-        "members": _lists(window=70, sinks=5).mask_for(operands(N, N)[0], operands(N, N)[1]),
-        "few": sk.BlockMask.causal(100, block=64),
-        "one unit": sk.BlockMask.full(50),
-        "other lengths": sk.BlockMask.causal(q_len=130, kv_len=N, block=64),
-        "lists": _lists(),
-        "lists with a window": _lists(4, window=70, sinks=5),
-        "topk": sk.MaskPolicy(topk=2, window=10, sinks=1, block=64),
-        "policy": sk.policies.MeanTopK(topk=2, block=64),
-        "rule of tokens": sk.policies.MoBAGate(topk=1, block=64),
-    }
-
-
-def lengths_of(mask: Any) -> tuple[int, int]:
-    return (mask.q_len, mask.kv_len) if isinstance(mask, sk.BlockMask) else (N, N)
-
-
-def operands(queries: int, keys: int, q_heads: int = 4, kv_heads: int = 2) -> list[Tensor]:
-    """q, k, v, a gradient of out and of lse, and sinks, of the whole sequence."""
-    draw = torch.Generator().manual_seed(3)
-    shapes = [(BATCH, q_heads, queries, DIM), (BATCH, kv_heads, keys, DIM), (BATCH, kv_heads, keys, V_DIM)]
-    shapes += [(BATCH, q_heads, queries, V_DIM), (BATCH, q_heads, queries), (q_heads,)]
-    return [torch.randn(shape, generator=draw, dtype=torch.float64) for shape in shapes]
-
-
-def learned(
-    attend: Callable[..., Any], given: list[Tensor], *, sinks: bool, slopes: bool = False
-) -> list[Tensor]:
-    """out, lse and the gradients of q, k, v and sinks."""
-    *tensors, grad, grad_lse, sink = given
-    tensors = [x.detach().requires_grad_() for x in (*tensors, sink)]
-    more = {"alibi_slopes": torch.arange(1.0, tensors[0].shape[1] + 1) / 64} if slopes else {}
-    out, lse = attend(
-        *tensors[:3], return_lse=True, softcap=5.0, sink_logits=tensors[3] if sinks else None, **more
-    )
-    grad_lse = grad_lse.masked_fill(lse.isinf(), 0)
-    found = torch.autograd.grad((out, lse), tensors[: 4 if sinks else 3], (grad, grad_lse))
-    return [out.detach(), lse.detach(), *found]
-
-
-Heads = tuple[int, int]
-
-
-@functools.lru_cache
-def alone(name: str, sinks: bool, heads: Heads = (4, 2)) -> list[Tensor]:
-    """What one process has."""
-    mask = masks()[name]
-    given = operands(*lengths_of(mask), *heads)
-    return learned(lambda q, k, v, **more: sk.attention(q, k, v, mask, **more), given, sinks=sinks)
-
-
-WAYS: dict[str, tuple[str, dict[str, Any]]] = {
-    "gather": ("gather", {}),
-    "pieces": ("gather", {"pieces": 3}),
-    "exact": ("gather", {"exact": True}),
-    "heads": ("heads", {}),
-    "both": ("both", {}),
-    "both exact": ("both", {"exact": True}),
-}
-
-
-def over_ranks(mask: Any, way: str, mesh: Any, sinks: bool, heads: Heads = (4, 2)) -> list[Tensor]:
-    """The same, of shards that are put together again."""
-    d, (how, options) = sk.distributed, WAYS[way]
-    if isinstance(mask, sk.TokenLists):
-        plan = d.plan(sk.MaskPolicy(block=128), mesh, how, length=N)
-        indices, counts = (d.shard_sequence(x, plan) for x in (mask.indices, mask.counts))
-        mask = sk.TokenLists(indices, mask.block, counts, window=mask.window, sinks=mask.sinks)
-        options = {"plan": plan, **options}
-    else:
-        plan = mask = d.plan(mask, mesh, how, length=None if isinstance(mask, sk.BlockMask) else N)
-    q, k, v, grad, grad_lse, sink = operands(plan.mask.q_len, plan.mask.kv_len, *heads)
-    q, grad, grad_lse = (d.shard_sequence(x, plan) for x in (q, grad, grad_lse))
-    k, v = (d.shard_sequence(x, plan, of="keys") for x in (k, v))
-    found = learned(
-        lambda q, k, v, **more: d.attention(q, k, v, mask, **more, **options),
-        [q, k, v, grad, grad_lse, sink],
-        sinks=sinks,
-    )
-    for each in found[5:]:
-        for group in plan._groups:
-            dist.all_reduce(each, group=group)
-    whole = [d.unshard_sequence(x, plan, check=False) for x in found[:3]]
-    return [*whole, *(d.unshard_sequence(x, plan, of="keys", check=False) for x in found[3:5]), *found[5:]]
-
-
-CASES = [  # mask, way, with sinks, heads; and the ranks of a part of the world
-    ("causal", "gather", True, (4, 2), 4),
-    ("causal", "pieces", True, (4, 2), 4),
-    ("causal", "exact", True, (4, 2), 4),
-    ("causal", "heads", True, (4, 2), 4),
-    ("causal", "both exact", True, (4, 2), 4),
-    ("causal", "heads", True, (1, 1), 4),  # ranks without heads
-    ("causal", "both", True, (1, 1), 4),
-    ("documents", "pieces", False, (4, 2), 4),
-    ("cu_seqlens", "both", False, (4, 2), 4),
-    ("window", "exact", False, (4, 2), 4),
-    ("map", "pieces", True, (4, 2), 4),
-    ("map of heads of k", "gather", False, (4, 2), 4),
-    ("map of heads of q", "exact", False, (4, 2), 4),
-    ("map of heads of q", "heads", True, (4, 4), 3),  # heads that ranks do not divide
-    ("map of heads of q", "both", False, (4, 2), 4),
-    ("bits", "gather", False, (4, 2), 2),
-    ("members", "gather", True, (4, 2), 4),
-    ("few", "exact", False, (4, 2), 4),  # ranks without tokens
-    ("few", "heads", False, (6, 2), 4),  # and other numbers of heads of q
-    ("one unit", "both exact", True, (4, 2), 4),
-    ("other lengths", "gather", False, (4, 2), 3),
-    ("other lengths", "exact", False, (4, 2), 2),
-    ("causal", "pieces", False, (4, 2), 1),
-    ("lists", "exact", False, (4, 2), 4),
-    ("lists", "both", False, (4, 2), 4),
-    ("lists with a window", "gather", True, (4, 2), 4),
-    ("lists with a window", "heads", False, (4, 2), 3),
-    ("topk", "gather", False, (4, 2), 4),
-    ("topk", "both", True, (4, 2), 4),
-    ("topk", "heads", False, (6, 2), 3),  # heads of q that share a head of k on several ranks
-    ("policy", "heads", False, (4, 2), 4),
-    ("rule of tokens", "heads", False, (4, 2), 2),
-]
-
-
-WHOLE = {  # DTensors: a mask, a way, and the placements of q, k and v on the mesh of 2 x 2
-    "flat": ("causal", "pieces", [Shard(2)]),
-    "heads": ("window", "heads", [Shard(2)]),
-    "both": ("causal", "both exact", [Shard(2), Shard(2)]),
-    "beside heads": ("causal", "gather", [Shard(2), Shard(1)]),
-    "beside items": ("cu_seqlens", "exact", [Shard(2), Shard(0)]),
-    "few": ("few", "gather", [Shard(2)]),
-    "other lengths": ("other lengths", "gather", [Shard(2), Replicate()]),
-    "lists": ("lists", "gather", [Shard(2)]),
-}
-
-
-def _dtensors(name: str, mesh: Any) -> tuple[list[Tensor], bool]:
-    """out, lse and gradients of DTensors, whole; and whether all of these are placed as the operands are."""
-    d, (mask, way, placements) = sk.distributed, WHOLE[name]
-    mask, (how, options) = masks()[mask], WAYS[way]
-    if len(placements) == 1:
-        mesh = init_device_mesh("cpu", (RANKS,))
-    over = mesh["sequence"] if len(placements) == 2 and how != "both" else mesh
-    lengths, given = lengths_of(mask), operands(*lengths_of(mask))
-    if isinstance(mask, sk.TokenLists):
-        plan = d.plan(sk.MaskPolicy(block=128), over, how, length=N)
-        assert mask.counts is not None
-        both = mask.indices, mask.counts
-        indices, counts = (distribute_tensor(x, mesh, placements).to_local() for x in both)
-        mask = sk.TokenLists(indices, mask.block, counts)
-    else:
-        plan = d.plan(mask, over, how)
-    *given, sink = given
-    given = [distribute_tensor(x, mesh, placements) for x in given]
-    if len(set(lengths)) == 1:
-        assert d.unshard_sequence(d.shard_sequence(given[0], plan), plan).placements[0] == Replicate()
-
-    def attend(q: Tensor, k: Tensor, v: Tensor, **more: Any) -> Any:
-        return d.attention(q, k, v, mask, plan=plan, **more, **options)
-
-    found: list[Any] = learned(attend, [*given, sink], sinks=False)
-    alike = [isinstance(x, DTensor) and list(x.placements) == placements for x in found]
-    return [x.full_tensor() for x in found], all(alike)
 
 
 def _refused(call: Callable[[], Any]) -> tuple[str, str]:
@@ -244,7 +72,7 @@ def _faults(rank: int, mesh: Any) -> dict[str, Any]:
         given = [DTensor.from_local(x, over, placements, run_check=False) for x in rows]
         return d.attention(*given, plan, **more)
 
-    lists = sk.TokenLists(_lists().indices[:, :, :5], 64)
+    lists = sk.TokenLists(lists_of().indices[:, :, :5], 64)
     tokens = d.plan(made["rule of tokens"], world, "heads", length=N)
     by_heads = d.plan(made["policy"], world, "heads", length=320)
     odd_head = torch.randn(3, 1, 4, 128, 8, dtype=torch.float64)
@@ -293,6 +121,11 @@ def _faults(rank: int, mesh: Any) -> dict[str, Any]:
         ),
         "FP8": lambda: d.attention(
             *(distribute_tensor(x, flat, [Shard(2)]).to(torch.float8_e4m3fn) for x in rows), plan
+        ),
+        "documents of a mask": lambda: attend(q[:1], k[:1], v[:1], cu_seqlens=EDGES),
+        "documents of items": lambda: d.attention(q, k, v, sk.MaskPolicy(), plan=plan, cu_seqlens=EDGES),
+        "other documents": lambda: d.attention(
+            q[:1], k[:1], v[:1], sk.MaskPolicy(), plan=plan, cu_seqlens=ALIGNED if odd else EDGES
         ),
         "unshard whole": lambda: d.unshard_sequence(distribute_tensor(rows[0], flat, [Replicate()]), plan),
         "shard heads": lambda: d.shard_sequence(distribute_tensor(rows[0], flat, [Shard(1)]), plan),
@@ -371,7 +204,8 @@ def _work(rank: int) -> dict[Any, Any]:
     for case in CASES:
         name, way, sinks, heads, ranks = case
         found[case] = over_ranks(made[name], way, mesh if "both" in way else parts[ranks], sinks, heads)
-    found["DTensors"] = {name: _dtensors(name, mesh) for name in WHOLE}
+    found["packed"] = {name: packed_over_ranks(name, world, mesh) for name in PACKED}
+    found["DTensors"] = {name: of_dtensors(name, mesh) for name in WHOLE}
     found |= {"faults": _faults(rank, mesh), **_whole_and_bits(rank, mesh)}
     if rank == RANKS - 1:
         return found  # and ends, while others go on
@@ -405,6 +239,13 @@ def test_slopes_by_heads_are_those_of_one_process(found: list[dict[Any, Any]]) -
     )
     for each in found:
         _same(each["slopes"], right[:3])
+
+
+@pytest.mark.parametrize("name", PACKED)
+def test_lists_and_policies_of_packed_documents(name: str, found: list[dict[Any, Any]]) -> None:
+    right = packed_alone(name)
+    for each in found:
+        _same(each["packed"][name], right)
 
 
 @pytest.mark.parametrize("name", WHOLE)
@@ -444,6 +285,9 @@ ON_ALL = {  # what every rank hears, and what the odd one
     "a plan's shards": "pass shards of a plan as plain tensors",
     "heads of a mask": "the mask has batch 1 and heads 2",
     "FP8": "torch.float8_e4m3fn",
+    "documents of a mask": "a BlockMask keeps documents apart itself",
+    "documents of items": "q has 2 batch items",
+    "other documents": "the calls of ranks 2 differ",
     "unshard whole": "it must have Shard(2)",
     "shard heads": "it must have Shard(2)",
     "unshard": "along dim 2",

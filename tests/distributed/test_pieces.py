@@ -26,7 +26,7 @@ from sparsek.distributed.pieces import Piece, key_pieces, query_piece
 from sparsek.distributed.plan import MeshPlan
 from sparsek.distributed.submask import heads_part, submask
 from sparsek.testing.attention_budget import check_attention_backward
-from tests.distributed.test_attention_over_ranks import masks
+from tests.distributed.mesh_cases import masks
 
 CPU = torch.device("cpu")
 WHOLE = (

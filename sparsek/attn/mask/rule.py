@@ -38,13 +38,17 @@ class ResolvedRule(NamedTuple):
 
     def mask_for(self, q: Tensor, k: Tensor) -> BlockMask:
         """The mask for q [B, Hq, S, D] and k [B, Hkv, T, D]. Heads of q that share a head of k share the mask."""
-        within, always = self.within, self.always
-        if always is None:
+        within = self.within
+        if self.always is None:
             return within
         q, k = values_of(q, "q"), values_of(k, "k")
         if not q.shape[0]:  # no batch item to choose for, and a mask has at least one
             return within
-        return untransformed(lambda: best_blocks(within, block_scores(q, k, within.block), self.k, always))
+        return untransformed(lambda: self.chosen(block_scores(q, k, within.block)))
+
+    def chosen(self, scores: Tensor) -> BlockMask:
+        """The mask by `block_scores`."""
+        return best_blocks(self.within, scores, self.k, self.always)
 
 
 class MaskRule:
