@@ -14,7 +14,16 @@ from sparsek.core.handshake import failed
 from sparsek.distributed.exchange import Exchange, Exchanged, exchanged
 from sparsek.nn.experts import packed_names, weighted_sum
 from sparsek.nn.gated import Fitted, fitted_class
-from sparsek.nn.parallel_linear import Split, check_given, everywhere, is_split, laid_out, summed, wrapped
+from sparsek.nn.parallel_linear import (
+    Split,
+    check_given,
+    everywhere,
+    is_split,
+    laid_out,
+    moved,
+    summed,
+    wrapped,
+)
 
 WHAT = "the tokens of experts"
 
@@ -47,10 +56,10 @@ class ParallelExperts(Fitted):
             x, index, weights = (everywhere(each, split) for each in given)
             y = weighted_sum(self, x, self._mine(index), weights)
             return summed(self._joined(y, x, weights), split)
-        y = self._exchanged(*(each.redistribute(placements=[Shard(0)]).to_local() for each in given))
+        y = self._exchanged(*(moved(each, Shard(0)).to_local() for each in given))
         if split.local and split.outputs == Shard(0):  # of any number of tokens
             return y
-        y = wrapped(y, split.mesh, [Shard(0)], x.shape).redistribute(placements=[split.outputs])
+        y = moved(wrapped(y, split.mesh, [Shard(0)], x.shape), split.outputs)
         return y.to_local() if split.local else y
 
     def _exchanged(self, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:

@@ -23,6 +23,7 @@ from torch.nn import functional
 
 from sparsek.core import arguments
 from sparsek.core.errors import InvalidInput
+from sparsek.core.handshake import failed
 from sparsek.nn.agreement import check_calls
 from sparsek.nn.gated import Fitted, fitted_class
 from sparsek.nn.indices import unguarded
@@ -139,7 +140,9 @@ class ParallelLinear(Fitted):
         act, bias = own.activation, own._parameters.get("bias")
         if split.inputs is not None:
             kind = "no" if residual is None else "a DTensor as" if is_split(residual) else "a"
-            check_given(own, own.in_features, split, x, f"{kind} residual")
+            other = kind == "a DTensor as" and residual.device_mesh != split.mesh  # type: ignore[union-attr]
+            why = "residual is a DTensor of another mesh than the layer" if other else ""
+            check_given(own, own.in_features, split, x, f"{kind} residual", why=why)
         if split.side == "rows":
             x = x if split.inputs is None else everywhere(x, split)
             _check_width(x, own.in_features, own)
@@ -489,12 +492,23 @@ def laid_out(x: Any, split: Split) -> Any:
     if not is_split(x):
         assert split.inputs is not None
         return DTensor.from_local(x, split.mesh, [split.inputs], run_check=False)
-    return x.redistribute(placements=[Replicate()]) if x.placements[0].is_partial() else x
+    return moved(x, Replicate()) if x.placements[0].is_partial() else x
+
+
+def moved(x: Any, layout: Placement | None) -> Any:
+    """A DTensor in another layout. MeshError if the collective fails."""
+    try:
+        return x.redistribute(placements=[layout])
+    except RuntimeError as error:
+        if type(error) is not RuntimeError and not isinstance(error, dist.DistError):  # such as one of memory
+            raise
+        what = f"the exchange of {[*x.shape]}, {x.placements[0]} to {layout},"
+        raise failed(what, x.device_mesh.get_group(), error) from error
 
 
 def everywhere(x: Any, split: Split) -> Tensor:
     """The whole x. Each rank has a part of its gradients."""
-    return laid_out(x, split).redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
+    return moved(laid_out(x, split), Replicate()).to_local(grad_placements=[Partial()])
 
 
 def _own_columns(x: Any, split: Split) -> Tensor:
@@ -504,14 +518,14 @@ def _own_columns(x: Any, split: Split) -> Tensor:
         return x
     x = laid_out(x, split)
     if split.is_even:
-        return x.redistribute(placements=[Shard(x.ndim - 1)]).to_local()
+        return moved(x, Shard(x.ndim - 1)).to_local()
     if is_last(x.placements[0], x.ndim):
-        x = x.redistribute(placements=[Replicate()])
+        x = moved(x, Replicate())
     most = max(split.sizes)
     parts = [functional.pad(each, (0, most - each.shape[-1])) for each in x.to_local().split(split.sizes, -1)]
     sizes = (*x.shape[:-1], most * len(split.sizes))
     wide = wrapped(torch.cat(parts, -1), split.mesh, x.placements, sizes)
-    mine = wide.redistribute(placements=[Shard(x.ndim - 1)]).to_local()
+    mine = moved(wide, Shard(x.ndim - 1)).to_local()
     return mine[..., : split.sizes[split.rank]].contiguous()
 
 
@@ -520,7 +534,7 @@ def _spread_output(y: Tensor, split: Split) -> Tensor:
     most, count = max(split.sizes), len(split.sizes)
     sizes = (*y.shape[:-1], most * count)
     wide = wrapped(functional.pad(y, (0, most - y.shape[-1])), split.mesh, [Shard(y.ndim - 1)], sizes)
-    y = wide.redistribute(placements=[split.outputs]).to_local()
+    y = moved(wide, split.outputs).to_local()
     if split.is_even:
         return y
     return torch.cat(
@@ -536,44 +550,25 @@ def wrapped(x: Tensor, mesh: DeviceMesh, layouts: Sequence[Placement], sizes: Se
 
 def summed(y: Tensor, split: Split) -> Any:
     """The sum of the ranks' y in the output layout."""
-    assert split.outputs is not None
-    whole = DTensor.from_local(y, split.mesh, [Partial()], run_check=False).redistribute(
-        placements=[split.outputs]
-    )
+    whole = moved(DTensor.from_local(y, split.mesh, [Partial()], run_check=False), split.outputs)
     return whole.to_local() if split.local else whole
 
 
 def _replicated(bias: Any, split: Split, y: Tensor) -> Tensor:
     """The part of a bias that belongs to a local y. Its gradients on the ranks add up, where each has a part of y."""
-    local = bias.to_local(grad_placements=[Replicate()])
     if not isinstance(split.outputs, Shard):
-        return local
-    local = _Summed.apply(local, split.mesh.get_group())
+        return bias.to_local(grad_placements=[Replicate()])
+    local = everywhere(bias, split)
     if not is_last(split.outputs, y.ndim):
         return local
     parts = local.chunk(split.mesh.size())
     return parts[split.rank] if split.rank < len(parts) else local[:0]
 
 
-class _Summed(torch.autograd.Function):
-    """x, whose gradient is the sum of those of all ranks."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
-        ctx.group = group
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        summed = gradient.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(summed, group=ctx.group)
-        return summed, None
-
-
 def _finished(y: Tensor, split: Split, act: str, residual: Any, sizes: tuple[int, ...]) -> Any:
     """act(y) + residual in the output layout, as a DTensor of these sizes if that is wanted."""
     assert split.outputs is not None
     if is_split(residual):
-        residual = residual.redistribute(split.mesh, [split.outputs]).to_local()
+        residual = moved(residual, split.outputs).to_local()
     y = finished(y, act, residual)
     return y if split.local else wrapped(y, split.mesh, [split.outputs], sizes)

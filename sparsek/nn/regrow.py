@@ -449,16 +449,17 @@ def _requested(given: Any, old: BlockPattern) -> tuple[BlockPattern, Move] | Non
 @reads_values("set_pattern reads patterns", "call it outside")
 def change(layer: Any, given: Any, optimizer: Optimizers) -> None:
     """Give a layer another pattern: see `Regrown.set_pattern`. What can fail comes first."""
-    asked: list[Any] = []
+    asked: Any = ()
 
     def check() -> Facts:
-        asked.extend(_asked(layer, given, optimizer))
-        return {"the pattern": _facts(*asked[1:])}
+        nonlocal asked
+        asked = _asked(layer, given, optimizer)
+        return {"the pattern": _facts(*asked)}
 
     if is_sharded(layer._parameters.get("values")):
         agreed("set_pattern", [layer.values.device_mesh.get_group()], check, ALIKE)
     else:
-        check()
+        asked = _asked(layer, given, optimizer)
     values, _, found, optimizers = asked
     if found is None:
         return
@@ -493,12 +494,18 @@ def _asked(
 
 
 def _facts(
-    old: BlockPattern, found: tuple[BlockPattern, Move] | None, optimizers: list[Optimizer]
+    values: nn.Parameter,
+    old: BlockPattern,
+    found: tuple[BlockPattern, Move] | None,
+    optimizers: list[Optimizer],
 ) -> tuple[str, str]:
-    """What must be equal on the ranks that change a pattern."""
+    """What must be equal on the ranks that change a pattern, also the parts of states, which are gathered."""
     pattern = old if found is None else found[0]
     host = [each.tobytes() for each in (*old.host, *pattern.host)]
-    names = [type(x).__name__ for x in optimizers]
+    carried = [x for x in optimizers if found is not None and _has_state(x, values)]
+    names = [
+        f"{type(x).__name__} {[*x.state[values]] if x in carried else 'without state'}" for x in optimizers
+    ]
     return sha256(b"".join([*host, repr(names).encode()])).hexdigest(), f"{pattern.nnzb} blocks, {names}"
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import itertools
+import re
 import tempfile
 import traceback
 from typing import Any
@@ -15,9 +16,10 @@ import torch.distributed as dist
 from torch import nn
 
 import sparsek as sk
-from sparsek.core.errors import InvalidInput
-from sparsek.nn import gated, replace
+from sparsek.core.errors import InvalidInput, MeshError
+from sparsek.nn import gated, parallel_linear, replace
 from tests.distributed.ranks import run_ranks
+from tests.distributed.split_experts import routed, spread_experts  # and its cases
 from tests.distributed.split_layers import (
     CASES,
     MLP,
@@ -205,6 +207,11 @@ def patterns_change_under_fsdp2() -> None:
     raises("differ between ranks: rank 0 has 16 blocks", lambda: layer.set_pattern(mask))
     raises("on rank 3: pattern has shape", lambda: layer.set_pattern(mask if rank < 3 else mask[:1]))
     raises("room for the 16 blocks", lambda: layer.set_pattern(torch.ones_like(mask)))
+    mask.view(-1)[rank // 2 : 1 + rank // 2] = False
+    mask.view(-1)[1 : 1 + layer.pattern.nnzb] = True
+    other = torch.optim.SGD(split.parameters(), 0.1, momentum=0.9)
+    other.state[layer.values] = {"momentum_buffer": torch.zeros_like(layer.values)} if rank == 2 else {}
+    raises("without state", lambda: layer.set_pattern(mask, other))
     schedules = [sk.nn.PatternSchedule(x, end=9, every=1, swapped=0.5) for x in (whole, split)]
     with schedules[0].gradients(), schedules[1].gradients():
         near(split(x), whole(x))
@@ -477,6 +484,36 @@ def _work(rank: int) -> str:
             each()
         except BaseException:
             return f"{name}, rank {rank}: {traceback.format_exc()}"  # the others then fail in a collective
+    return _gone(rank)
+
+
+def _gone(rank: int) -> str:
+    """Ranks that end: one before a backward pass, one in a forward. What the other of its half gets is a MeshError."""
+    from torch.distributed.tensor import Shard
+
+    mesh = meshes()[1]
+    if rank < 2:
+        own_tokens = {"input_layouts": Shard(0), "output_layouts": Shard(0)}
+        split = spread_experts("bsr", mesh, **own_tokens)[1]
+        x, _, index, weights = routed(4, 2)
+        y = split(x.requires_grad_(), index, weights)
+    else:
+        split = sk.distributed.RowwiseSparse()._apply(layer_of("bsr", 64, 64), mesh)
+        x = torch.randn(4, 32, dtype=torch.float64)
+    if rank == 1:
+        return ""
+    if rank == 3:
+        parallel_linear.linear = lambda *_: 1 / 0
+        with pytest.raises(ArithmeticError):
+            split(x)
+        return ""
+    faults = "the exchange of the tokens of experts" if rank == 0 else "the exchange of [4, 64], P(sum) to R"
+    with pytest.raises(MeshError, match=re.escape(f"rank 0 of 2: {faults}")):
+        y.sum().backward() if rank == 0 else split(x)
+    with pytest.raises(MeshError, match=f"rank 0 of 2: the check of {type(split).__name__} failed"):
+        split(x, index, weights) if rank == 0 else split(x)
+    with pytest.raises(MeshError, match=f"rank {rank} of 4: the check of check_patterns failed"):
+        sk.distributed.check_patterns(split)
     return ""
 
 
