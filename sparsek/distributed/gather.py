@@ -43,7 +43,8 @@ class GatheredAttention(torch.autograd.Function):
         exact: bool,
     ) -> tuple[Tensor, Tensor]:
         settings: Any = {"scale": scale, "softcap": softcap, "return_lse": True}
-        parts, found, sink_logits = key_pieces(plan, k.shape[0], k.shape[1], q.device, pieces), None, sinks
+        parts = key_pieces(plan, k.shape[0], k.shape[1], q.device, pieces, exact)
+        found, sink_logits = None, sinks
         for part, under_way in _all_under_way(parts, k, v):
             keys, values = _placed(under_way, k.shape[:2], part)
             more = attention(q, keys, values, part.mask, sink_logits=sink_logits, **settings)
@@ -61,7 +62,7 @@ class GatheredAttention(torch.autograd.Function):
         plan: MeshPlan = ctx.plan
         grad = torch.zeros_like(out) if grad is None else grad
         grad_lse = torch.zeros_like(lse) if grad_lse is None else grad_lse
-        parts = key_pieces(plan, k.shape[0], k.shape[1], q.device, ctx.pieces)
+        parts = key_pieces(plan, k.shape[0], k.shape[1], q.device, ctx.pieces, ctx.exact)
         queries = query_piece(plan, q.shape[0], q.shape[1], q.device) if ctx.exact else None
         pairs = _all_under_way(parts, k, v)
         seeing: list[Arriving] = []

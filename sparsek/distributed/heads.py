@@ -20,7 +20,7 @@ from sparsek.distributed.deal import Deal
 from sparsek.distributed.exchange import Exchange, exchanged, rows_of
 from sparsek.distributed.plan import MeshPlan, heads_of, once, reads_of
 from sparsek.distributed.selection import whole_lists
-from sparsek.distributed.submask import heads_part
+from sparsek.distributed.submask import heads_part, on
 
 
 class HeadsExchange(NamedTuple):
@@ -105,7 +105,7 @@ def by_heads(
         given = [all_k, all_v]
         if each.copies is not None:
             given = [x.index_select(1, each.copies) for x in given]
-        out, lse = attend_row(all_q, *given, _of_heads(plan, rule, each, q), **settings)
+        out, lse = attend_row(all_q, *given, _of_heads(plan, rule, each, q, k.shape[1]), **settings)
         found.extend((rows_of(out), rows_of(lse.unsqueeze(-1))))
         return ""
 
@@ -120,7 +120,7 @@ def by_heads(
     return out, exchanged(back, found[1])[0].view(shape) if return_lse else None
 
 
-def _of_heads(plan: MeshPlan, rule: MaskRule | None, each: HeadsExchange, q: Tensor) -> Any:
+def _of_heads(plan: MeshPlan, rule: MaskRule | None, each: HeadsExchange, q: Tensor, kv_heads: int) -> Any:
     """The mask or rule of this rank's heads."""
     if isinstance(rule, TokenLists):
         rows = each.rows(rule.indices.shape[1], q.shape[1])
@@ -131,11 +131,14 @@ def _of_heads(plan: MeshPlan, rule: MaskRule | None, each: HeadsExchange, q: Ten
         return replace(rule, indices=rule.indices.index_select(1, heads), counts=counts)
     if rule is not None:
         return rule
-    mask, device = plan.mask, q.device
-    if mask.heads == 1:
-        return once(plan._kept, ("here", device), lambda: mask.to(device))
+    mask, device, within = plan.mask, q.device, None
+    if each.of_q.size < q.shape[1] and kv_heads >= plan.ranks:  # otherwise ranks share heads of k
+        within = kv_heads, int(each.of_k[0])
+    elif mask.heads == 1:
+        return on(mask, device)
     rows = each.rows(mask.heads, q.shape[1])
-    return once(plan._kept, ("heads", rows.tobytes(), device), lambda: heads_part(mask, rows, device))
+    key = "heads", rows.tobytes(), within, device
+    return once(plan._kept, key, lambda: heads_part(mask, rows, device, within))
 
 
 def _nothing(width: int, *operands: Tensor | None) -> Tensor:

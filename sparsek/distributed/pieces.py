@@ -25,12 +25,15 @@ class Piece:
     length: int
 
 
-def key_pieces(plan: MeshPlan, batch: int, kv_heads: int, device: torch.device, pieces: int) -> list[Piece]:
+def key_pieces(
+    plan: MeshPlan, batch: int, kv_heads: int, device: torch.device, pieces: int, exact: bool = False
+) -> list[Piece]:
     """The keys that this rank attends to: with one piece all of them in order, otherwise its own first.
 
-    Masks by members with a window or sinks count keys from the ends of intervals, so theirs are one piece.
+    `exact`: one piece, and calls with its mask have the order of sums of calls with the whole mask. Masks by members
+    with a window or sinks count keys from the ends of intervals, so theirs are one piece.
     """
-    pieces = 1 if at_ends(plan.mask) else min(pieces, plan.ranks)
+    pieces = 1 if exact or at_ends(plan.mask) else min(pieces, plan.ranks)
 
     def make() -> list[Piece]:
         ranks = np.arange(plan.ranks)
@@ -38,12 +41,14 @@ def key_pieces(plan: MeshPlan, batch: int, kv_heads: int, device: torch.device, 
         of = np.zeros_like(shift)
         if pieces > 1:
             of = np.where(shift == 0, 0, 1 + (shift - 1) * (pieces - 1) // max(plan.ranks - 1, 1))
-        return [_keys_from(plan, of == piece, batch, kv_heads, device) for piece in range(pieces)]
+        return [_keys_from(plan, of == piece, batch, kv_heads, device, exact) for piece in range(pieces)]
 
-    return once(plan._kept, ("keys", batch, kv_heads, device, pieces), make)
+    return once(plan._kept, ("keys", batch, kv_heads, device, pieces, exact), make)
 
 
-def _keys_from(plan: MeshPlan, met: np.ndarray, batch: int, kv_heads: int, device: torch.device) -> Piece:
+def _keys_from(
+    plan: MeshPlan, met: np.ndarray, batch: int, kv_heads: int, device: torch.device, exact: bool
+) -> Piece:
     """Keys from the ranks s with met[r, s], for each rank r."""
     mask, rank, parts = plan.mask, plan._here, plan._parts
     needs = plan._needs(kv_heads) & met[:, parts.keys.owners(mask.block[1])][:, None]
@@ -55,7 +60,7 @@ def _keys_from(plan: MeshPlan, met: np.ndarray, batch: int, kv_heads: int, devic
     kept = [np.flatnonzero(needs[rank, row // share]) for row in range(rows)]
     tiles = [parts.queries.parts(rank, mask.block[0])] * rows
     q_len = int(parts.queries.tokens[rank])
-    return Piece(exchange, submask(mask, tiles, kept, q_len, length, device), length)
+    return Piece(exchange, submask(mask, tiles, kept, q_len, length, device, exact), length)
 
 
 def query_piece(plan: MeshPlan, batch: int, q_heads: int, device: torch.device) -> Piece:
@@ -80,7 +85,8 @@ def query_piece(plan: MeshPlan, batch: int, q_heads: int, device: torch.device) 
         )
         seen = [np.flatnonzero(seeing[rank, row]) for row in range(rows)]
         blocks = [keys.parts(rank, mask.block[1])] * rows
-        return Piece(exchange, submask(mask, seen, blocks, length, int(keys.tokens[rank]), device), length)
+        part = submask(mask, seen, blocks, length, int(keys.tokens[rank]), device, exact=True, dq=False)
+        return Piece(exchange, part, length)
 
     return once(plan._kept, ("queries", batch, q_heads, device), make)
 

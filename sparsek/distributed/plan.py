@@ -283,7 +283,7 @@ class MeshPlan:
         return batch * (elements + own * (q_heads - of_q) * v_dim)
 
     def explain(self) -> str:
-        """Return the deal in words, a line for each of the first ranks."""
+        """Return the deal in words, a line for each of the first ranks, and what has the bits of one process."""
         parts, columns = self._parts, self.mask.grid[1]
         even = f"fullest rank {self.imbalance:.3f} of the mean, units of {parts.queries.unit} tokens"
         by = "" if self.rule is None else f", chosen by {self.rule.label} in each call"
@@ -297,7 +297,24 @@ class MeshPlan:
             lines.append(
                 f"  rank {rank}: {parts.queries.tokens[rank]} queries, {self._pairs[rank]:.3g} visited pairs{blocks}"
             )
-        return "\n".join(lines)
+        return "\n".join([*lines, f"  bits: {self._bits}"])
+
+    @property
+    def _bits(self) -> str:
+        """Which results have the bits of one process, or why none has."""
+        members, row = self.mask.members, self._parts.heads
+        if self.rule is not None:
+            return (
+                "within rounding of one process, which plans a mask chosen in a call by bounds of its sizes"
+            )
+        if self.how != "heads" and members is not None and members.at_ends:
+            return "within rounding of one process: exact=True takes no window and sinks of lists"
+        across = self.ranks if self.how == "heads" else 1 if row is None else row.ranks
+        conditions = ["kernels of a GPU"]
+        conditions += [f"at least {across} heads of k"] * (across > 1) + ["exact=True"] * (
+            self.how != "heads"
+        )
+        return f"out, lse and gradients as of one process with {', '.join(conditions)}; otherwise within rounding"
 
     def __repr__(self) -> str:
         return f"MeshPlan({self.how}, {self.ranks} ranks, imbalance {self.imbalance:.3f}, {self.mask!r})"

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from sparsek.attn.mask.data import PART, MaskPart
 from sparsek.attn.mask.lists import BlockLists, exact_sizes
 from sparsek.attn.mask.mask import BlockMask
 from sparsek.distributed.deal import ranges
@@ -20,6 +23,8 @@ def submask(
     q_len: int,
     kv_len: int,
     device: torch.device,
+    exact: bool = False,
+    dq: bool = True,
 ) -> BlockMask:
     """The mask of these query tiles and these key blocks, which stand one after the other in ascending order.
 
@@ -35,6 +40,8 @@ def submask(
         q_len: Queries of the result, at most as many as the longest of `tiles` has.
         kv_len: Keys of the result.
         device: Where the result is made.
+        exact: Whether calls with the result have the order of sums of calls with the whole mask.
+        dq: With `exact`, whether dQ has it too.
     """
     bq, (whole_tiles, columns), host = mask.block[0], mask.grid, mask.host
     groups, rows = mask.batch * mask.heads, -(-q_len // bq)
@@ -62,20 +69,34 @@ def submask(
         return None if x is None else torch.from_numpy(np.ascontiguousarray(x, np.int32)).to(device)
 
     lists = [BlockLists(*(there(part) for part in parts)) for parts in made]  # pyright: ignore[reportArgumentType]
-    return BlockMask.unchecked(
+    part = BlockMask.unchecked(
         q_len=q_len, kv_len=kv_len, block=mask.block, batch=mask.batch, heads=mask.heads,
         full=lists[0], partial=lists[1], lo=there(lo), hi=there(hi), rules=there(rules),
         bits=None if mask.bits is None else mask.bits.to(device), sizes=sizes, pure=mask.pure,
         label=f"part of {mask.label or 'blocks'}", members=mask.members,
     )  # fmt: skip
+    if exact:
+        tile = np.full((groups, whole_tiles), -1, np.int64)
+        for group, kept in enumerate(tiles):
+            tile[group, kept] = np.arange(kept.size)
+        places = {"tiles": torch.from_numpy(tile).to(device), "blocks": torch.from_numpy(place).to(device)}
+        within = MaskPart.of(mask) or MaskPart(on(mask, device))
+        part._memo[PART] = replace(within, **places, dq=dq)
+    return part
+
+
+def on(mask: BlockMask, device: torch.device) -> BlockMask:
+    """The mask on a device, copied once."""
+    return mask if mask.device == device else mask.derived(("on", device), lambda: mask.to(device))
 
 
 def _interval(
     mask: BlockMask, tiles: Sequence[np.ndarray], place: np.ndarray, q_len: int
 ) -> tuple[np.ndarray | None, np.ndarray | None]:
-    """lo and hi [groups, q_len] of the kept queries, counted in kept keys. None where bits alone decide."""
-    (bq, bk), host, groups = mask.block, mask.host, len(tiles)
-    if mask.lo is None and mask.bits is not None:
+    """lo and hi [groups, q_len] of the kept queries, counted in kept keys, if the mask has intervals."""
+    (bq, bk), groups = mask.block, len(tiles)
+    host: Any = mask.host
+    if mask.lo is None:  # partial blocks have bits
         return None, None
     lo, hi = np.zeros((groups, q_len), np.int64), np.zeros((groups, q_len), np.int64)
     for group, kept in enumerate(tiles):
@@ -83,17 +104,21 @@ def _interval(
         queries = queries[queries < mask.q_len][:q_len]
         stored = place[group] >= 0
         before = np.concatenate(([0], np.cumsum(stored))) * bk
-        for made, given, none in ((lo, host.lo, 0), (hi, host.hi, mask.kv_len)):
-            ends = np.full(queries.size, none)
-            if given is not None:
-                ends = given[group if given.shape[0] > 1 else 0][queries].astype(np.int64)
+        for made, given in ((lo, host.lo), (hi, host.hi)):
+            ends = given[group if given.shape[0] > 1 else 0][queries].astype(np.int64)
             block, inside = ends // bk, ends % bk
             made[group, : queries.size] = before[block] + np.where(np.append(stored, False)[block], inside, 0)
     return lo, hi
 
 
-def heads_part(mask: BlockMask, heads: np.ndarray, device: torch.device) -> BlockMask:
-    """The mask with the lists of these heads, whose entries are those of the whole mask."""
+def heads_part(
+    mask: BlockMask, heads: np.ndarray, device: torch.device, within: tuple[int, int] | None = None
+) -> BlockMask:
+    """The mask with the lists of these heads, whose entries are those of the whole mask.
+
+    `within`: of calls with the whole mask, how many heads of k there are, and the first of those here. Then calls have
+    the order of sums of these.
+    """
     (tiles, _), at = mask.grid, torch.from_numpy(heads).to(mask.device)
 
     def part(x: Tensor, width: int) -> Tensor:
@@ -111,4 +136,7 @@ def heads_part(mask: BlockMask, heads: np.ndarray, device: torch.device) -> Bloc
         full=full, partial=partial, lo=lo, hi=hi, rules=mask.rules, bits=mask.bits, sizes=exact_sizes(*counts),
         pure=mask.pure, label=f"{heads.size} heads of {mask.label or 'blocks'}", members=mask.members,
     )  # fmt: skip
-    return made.to(device)
+    made = made.to(device)
+    if within is not None:
+        made._memo[PART] = MaskPart(on(mask, device), None, None, *within)
+    return made

@@ -375,6 +375,16 @@ def test_plans_without_processes_are_only_looked_at() -> None:
     plan = sk.distributed.plan(sk.MaskPolicy(topk=4), (2, 2), "both", length=1000)
     assert plan.rank is None
     assert "chosen by topk=4 in each call" in plan.explain()
+    assert "bits: within rounding of one process, which plans" in plan.explain()
+    for how, ranks, needs in (
+        ("gather", 3, "a GPU, exact=True;"),
+        ("heads", 3, "a GPU, at least 3 heads of k;"),
+        ("both", (3, 2), "a GPU, at least 2 heads of k, exact=True;"),
+    ):
+        assert needs in sk.distributed.plan(sk.BlockMask.causal(1000), ranks, how).explain()
+    ends = masks()["members"]
+    assert "takes no window and sinks" in sk.distributed.plan(ends, 2).explain()
+    assert "takes no window and sinks" not in sk.distributed.plan(ends, 2, "heads").explain()
     with pytest.raises(InvalidInput, match="without processes"):
         sk.distributed.positions(plan)
     q, k, v, *_ = operands(1000, 1000)

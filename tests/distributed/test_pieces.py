@@ -1,32 +1,41 @@
 """The parts of masks and tensors that ranks have, without processes.
 
-On a GPU out and lse have the bits of one process. Gradients do not: the backward plans of one process and of a rank add
-in other orders (docs/notes/attention-order.md).
+On a GPU out, lse and gradients have the bits of one process. Without one the plans of ranks have its order of sums.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 import sparsek as sk
-from sparsek.attn.ops.attention_plans import differentiated
+from sparsek.attn.mask.data import MaskPart
+from sparsek.attn.ops.attention_plans import ATTENTION, ATTENTION_BACKWARD, differentiated
 from sparsek.attn.plan.attention import Attended
 from sparsek.attn.plan.attention_grad import Differentiated
+from sparsek.attn.plan.attention_grad_schedule import FULL
+from sparsek.attn.plan.attention_schedule import TileShape, part_blocks
+from sparsek.core.device import H200
 from sparsek.core.errors import Unsupported
 from sparsek.distributed.exchange import rows_of
+from sparsek.distributed.heads import HeadsExchange, _of_heads
 from sparsek.distributed.pieces import Piece, key_pieces, query_piece
-from sparsek.distributed.plan import MeshPlan
+from sparsek.distributed.plan import MeshPlan, heads_of
 from sparsek.distributed.submask import heads_part, submask
-from sparsek.testing.attention_budget import check_attention_backward
+from tests.attn.attention_cases import random_bits
 from tests.distributed.mesh_cases import masks
+from tests.plan.test_attention_grad_schedule import ends
 
 CPU = torch.device("cpu")
 WHOLE = (
@@ -112,16 +121,16 @@ MANY: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("kernel", ["hopper", "portable"])
+@pytest.mark.parametrize(("kernel", "few"), [("hopper", False), ("hopper", True), ("portable", False)])
 @pytest.mark.parametrize("name", MANY)
-def test_exact_pieces_give_what_one_process_gives(name: str, kernel: str, device: str) -> None:
-    """Out and lse to the bit on a GPU; gradients within the budget, the same bits when computed again."""
-    if device == "cpu" and kernel == "portable":
+def test_exact_pieces_give_what_one_process_gives(name: str, kernel: str, few: bool, device: str) -> None:
+    """To the bit on a GPU, and when computed again. `few`: so few tiles that plans cut them; dQ has two sums."""
+    if device == "cpu" and (kernel == "portable" or few):
         pytest.skip("kernels of a GPU")
-    n, dim, dtype = (2000, 128, torch.bfloat16) if device == "cuda" else (400, 8, torch.float64)
-    batch, q_heads, kv_heads = (
-        (4, 8, 2) if device == "cuda" else (1, 4, 2)
-    )  # so many tiles that forward plans cut none
+    n, dim, dtype = (
+        (2000, 64 if few else 128, torch.bfloat16) if device == "cuda" else (400, 8, torch.float64)
+    )
+    batch, q_heads, kv_heads = (1 if few else 4, 8, 2) if device == "cuda" else (1, 4, 2)
     forward, backward = (
         (f"{kernel}.attention_fwd", f"{kernel}.attention_bwd") if device == "cuda" else (None, None)
     )
@@ -140,7 +149,7 @@ def test_exact_pieces_give_what_one_process_gives(name: str, kernel: str, device
     plans: list[MeshPlan] = [replace(plan, rank=rank, _kept={}) for rank in range(3)]
     at = [torch.from_numpy(plan._parts.queries.positions(rank)).to(device) for rank in range(3)]
     where = torch.device(device, 0) if device == "cuda" else CPU
-    keys = [key_pieces(each, batch, kv_heads, where, 1)[0] for each in plans]
+    keys = [key_pieces(each, batch, kv_heads, where, 1, exact=True)[0] for each in plans]
     queries = [query_piece(each, batch, q_heads, where) for each in plans]
 
     def shards(x: Tensor) -> list[Tensor]:
@@ -167,12 +176,228 @@ def test_exact_pieces_give_what_one_process_gives(name: str, kernel: str, device
                 if again:
                     assert torch.equal(whole.index_select(2, at[rank]), part)
                 whole.index_copy_(2, at[rank], part)
-    if device == "cuda":
-        gate = check_attention_backward(q, k, v, mask, grad, found, grad_lse)
-        assert gate.passed, gate
+    for whole, part in zip(
+        gradients((q, k, v), mask, backward, (out, lse, grad, grad_lse)), found, strict=True
+    ):
+        _bits(part, whole, device)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kernel", ["hopper", "portable"])
+@pytest.mark.parametrize("name", MANY)
+def test_heads_give_what_one_process_gives(name: str, kernel: str) -> None:
+    """To the bit: each of two ranks has half of the heads."""
+    mask, where = MANY[name](2000, device="cuda"), torch.device("cuda", 0)
+    q, k, v, grad = (torch.randn(1, heads, 2000, 128, device="cuda").bfloat16() for heads in (8, 2, 2, 8))
+    forward, backward = f"{kernel}.attention_fwd", f"{kernel}.attention_bwd"
+    try:
+        out, lse = sk.attention(q, k, v, mask, return_lse=True, kernel=forward)
+    except Unsupported:
+        pytest.skip(f"{forward} does not run here")
+    right = gradients((q, k, v), mask, backward, (out, lse, grad, torch.zeros_like(lse)))
+    for rank, (of_q, of_k, of_v, own_grad) in enumerate(
+        zip(*(x.chunk(2, 1) for x in (q, k, v, grad)), strict=True)
+    ):
+        rows = np.zeros(1, np.int64) if mask.heads == 1 else np.array([rank])
+        part = heads_part(mask, rows, where, (2, rank))
+        outs = sk.attention(of_q, of_k, of_v, part, return_lse=True, kernel=forward)
+        results = *outs, own_grad, torch.zeros_like(outs[1])
+        found = *outs, *gradients((of_q, of_k, of_v), part, backward, results)
+        for each, whole in zip(found, (out, lse, *right), strict=True):
+            assert torch.equal(each, whole.chunk(2, 1)[rank])
+
+
+# A small card, so that plans follow the size of the problem.
+CARD = replace(H200, sm_count=7, l2_bytes=1 << 22)
+Heads = tuple[int, int]
+
+
+class Part(NamedTuple):
+    """A call of a rank: its mask, heads of q and k, and whose sums are complete."""
+
+    mask: sk.BlockMask
+    heads: Heads
+    complete: str = "keys queries"
+
+
+def parts(mask: sk.BlockMask, batch: int, heads: Heads, ranks: int, how: str) -> Iterator[Part]:
+    """The calls of all ranks, those of "both" on a mesh of `ranks` x 2."""
+    if how == "gather":
+        plan = sk.distributed.plan(mask, ranks)
+        for rank in range(ranks):
+            mine = replace(plan, rank=rank, _kept={})
+            yield Part(key_pieces(mine, batch, heads[1], CPU, 3, exact=True)[0].mask, heads, "queries")
+            yield Part(query_piece(mine, batch, heads[0], CPU).mask, heads, "keys")
+        return
+    columns = 2 if how == "both" else ranks
+    for column in range(columns):
+        of_q, of_k = heads_of(*heads, columns, column)
+        rows = np.zeros(1, np.int64) if mask.heads == 1 else of_k if mask.heads == heads[1] else of_q
+        own = Part(heads_part(mask, rows, CPU, (heads[1], int(of_k[0]))), (of_q.size, of_k.size))
+        yield from [own] if how == "heads" else parts(own.mask, batch, own.heads, ranks, "gather")
+
+
+def call_of(part: Part, batch: int, dim: int) -> Attended:
+    lengths = part.mask.q_len, part.mask.kv_len
+    q, k = (
+        torch.empty(batch, *of, dim, dtype=torch.bfloat16) for of in zip(part.heads, lengths, strict=True)
+    )
+    return Attended(q, k, k, part.mask, return_lse=True)
+
+
+def whole_numbers(places: Tensor | None, count: int) -> list[dict[int, int]]:
+    """For each list the whole's number of each tile or block that a part has."""
+    if places is None:
+        return [{each: each for each in range(1000)}] * count
+    return [{local: whole for whole, local in enumerate(row)} for row in places.tolist()]
+
+
+class Sums(NamedTuple):
+    """Of hopper.attention_bwd kernel and config; for each key tile, or its parts, the visits, and for each query tile
+    the key blocks, all in numbers of the whole and in the order of sums.
+    """
+
+    choice: Any
+    keys: dict[Any, Any]
+    queries: dict[Any, Any]
+
+
+def order_of_sums(part: Part, batch: int, dim: int) -> Sums:
+    p = Differentiated(call_of(part, batch, dim)).problem(CARD)
+    choice = ATTENTION_BACKWARD.choose(p, "hopper.attention_bwd", None)
+    work, mask, heads = choice.kernel.prepare(p, choice.config, part.mask), part.mask, p.packed.q_heads
+    if p.pack > 1:
+        work, mask = work.work, work.mask()
+    made, place, group = work.schedule, MaskPart.of(mask) or MaskPart(mask), heads // p.kv_heads
+    (bq, bk), (rows, columns), share = mask.block, mask.grid, heads // mask.heads
+    of_tiles, of_blocks = (whole_numbers(x, mask.batch * mask.heads) for x in (place.tiles, place.blocks))
+    found, waits, visits = Sums(choice[:2], {}, defaultdict(list)), [], made.visits.tolist()
+    for begin, end in pairwise(made.starts.tolist()):
+        waits.append([])
+        for b, g, key, first, masked, _, n, number in made.tiles[begin:end].tolist():
+            of_tile: list[Any] = []
+            for pos, h, entry, ticket in visits[first : first + n]:
+                lists = b * (mask.batch > 1) * mask.heads + h // share
+                if pos >= rows * bq:  # fills up a step
+                    of_tile.append(None)
+                    continue
+                if entry != FULL:
+                    row = lists * rows + pos // bq
+                    assert 0 <= entry - mask.partial.starts[row] < mask.partial.counts[row]
+                    assert mask.partial.indices[entry] == key // bk
+                tile, head = of_tiles[lists][pos // bq], h + place.first * group
+                of_tile.append((head, tile, entry != FULL))
+                found.queries[b, head, tile].append((ticket, of_blocks[lists][key // bk]))
+                waits[-1].append((b, h, pos, key, entry, ticket))
+            if n:
+                lists = b * (mask.batch > 1) * mask.heads + g * group // share
+                at = b, g + place.first, of_blocks[lists][key // bk], number // columns % made.parts
+                found.keys[at] = masked, of_tile
+    assert ends(waits), "CTAs wait for each other in a circle"
+    return found._replace(queries={tile: sorted(each) for tile, each in found.queries.items()})
+
+
+def holds(mask: sk.BlockMask, batch: int, heads: Heads, dim: int, ranks: int, how: str) -> None:
+    """Together the ranks have every sum of one process, with the same addends in the same order."""
+    right = order_of_sums(Part(mask, heads), batch, dim)
+    shape = right.choice[1]
+    keys, queries = {}, {}
+    for part in parts(mask, batch, heads, ranks, how):
+        found = order_of_sums(part, batch, dim)
+        assert (found.choice[0].name, found.choice[1]) == (right.choice[0].name, shape)
+        for name, all_of, own in (("keys", keys, found.keys), ("queries", queries, found.queries)):
+            if name in part.complete:
+                assert not all_of.keys() & own.keys()
+                all_of |= own
+    assert queries == right.queries
+    assert keys == right.keys
+
+
+def test_masks_of_a_ranks_heads_have_their_place() -> None:
+    """Of as many heads of k as ranks; with fewer, dK and dV are sums over ranks."""
+    for name in ("causal", "map of heads of k", "map of heads of q"):
+        plan = replace(sk.distributed.plan(masks()[name], 2, "heads"), rank=1)
+        for kv_heads in (2, 1):
+            if plan.mask.heads == 2 > kv_heads:
+                continue
+            q, k = (torch.empty(2, heads, 1, 8) for heads in (4, kv_heads))
+            found = _of_heads(plan, None, HeadsExchange.of(plan, q, k), q, kv_heads)
+            place = MaskPart.of(found)
+            assert (place is None) == (kv_heads == 1)
+            assert place is None or (place.whole, place.kv_heads, place.first) == (plan.mask, 2, 1)
+
+
+@st.composite
+def drawn(draw: st.DrawFn) -> tuple[Any, ...]:
+    """A mask of any kind and blocks, batch items, heads, head dim, ranks and a way."""
+    block = draw(st.sampled_from([(64, 64), (128, 128), (64, 128), (128, 64)]))
+    batch, n, density = draw(st.integers(1, 2)), draw(st.integers(1, 700)), draw(st.floats(0, 1))
+    heads, how = draw(
+        st.sampled_from([((4, 2), "gather"), ((6, 6), "gather"), ((8, 4), "heads"), ((4, 2), "both")])
+    )
+    lists = draw(st.sampled_from([1, *heads]))
+    kind, seed = (
+        draw(st.sampled_from(["bits", "window", "documents", "other lengths"])),
+        draw(st.integers(0, 99)),
+    )
+    if kind == "bits":
+        m = draw(st.integers(1, 700))
+        mask = random_bits("cpu", (n, m), block, heads=lists, batch=batch, density=density, seed=seed)
+    elif kind == "window":
+        mask = sk.BlockMask.sliding_window(n, 1 + int(density * n), sinks=seed % 4, block=block)
+    elif kind == "documents":
+        mask = sk.BlockMask.block_diagonal([n, 1 + seed, 3 * seed], block=block)
     else:
-        right = gradients((q, k, v), mask, backward, (out, lse, grad, grad_lse))
-        torch.testing.assert_close(found, right, rtol=1e-11, atol=1e-12)
+        mask = sk.BlockMask.causal(q_len=n, kv_len=2 * n + seed, block=block)
+    return (
+        mask,
+        batch,
+        heads,
+        draw(st.sampled_from([40, 128 if block[1] == 128 else 72])),
+        draw(st.integers(2, 5)),
+        how,
+    )
+
+
+@settings(max_examples=12)
+@given(drawn())
+def test_ranks_add_gradients_in_the_order_of_one_process(of: tuple[Any, ...]) -> None:
+    mask, batch, heads, dim, ranks, how = of
+    holds(mask, batch, heads, dim, min(ranks, 4) if how == "heads" else ranks, how)
+
+
+@pytest.mark.parametrize(("heads", "side", "dim"), [((8, 2), 64, 40), ((32, 2), 128, 128)])
+def test_parts_of_packed_tiles_are_added_in_the_order_of_one_process(
+    heads: Heads, side: int, dim: int
+) -> None:
+    """Lists for each token: heads are rows of tiles, in halves too, and key tiles are cut by the size of a problem."""
+    draw = torch.Generator().manual_seed(0)
+    lists = sk.TokenLists(torch.randint(-1, 1000 // side, (1, 2, 1000, 3), generator=draw), side)
+    call = call_of(Part(sk.BlockMask.full(1000), heads), 1, dim)
+    mask = lists.mask_for(call.q, call.k)
+    assert MaskPart.of(mask) is None
+    for how in ("gather", "heads", "both"):
+        holds(mask, 1, heads, dim, 2, how)
+
+
+@pytest.mark.parametrize(
+    "kernel", ["hopper.attention_fwd", "portable.attention_fwd", "portable.attention_bwd"]
+)
+def test_plans_of_ranks_are_those_of_one_process(kernel: str) -> None:
+    """Config and the cut of tiles, which a rank of few tiles alone would choose otherwise."""
+    mask, forward = sk.BlockMask.sliding_window(6000, 2000, sinks=200), kernel.endswith("fwd")
+
+    def planned(part: Part, own: bool = False) -> Any:
+        call = call_of(part, 1, 128)
+        p = (call if forward else Differentiated(call)).problem(H200)
+        p = replace(p, whole=None) if own else p
+        choice = (ATTENTION if forward else ATTENTION_BACKWARD).choose(p, kernel, None)
+        return choice.config, part_blocks(p, TileShape(128, 1, 132))
+
+    right = planned(Part(mask, (4, 4)))
+    of_ranks = [part for how in ("gather", "heads", "both") for part in parts(mask, 1, (4, 4), 4, how)]
+    assert all(planned(part) == right for part in of_ranks)
+    assert any(planned(part, own=True) != right for part in of_ranks)
 
 
 @pytest.mark.gpu

@@ -196,6 +196,37 @@ class MaskData(PlanOwner, Record):
         return super().__reduce__()
 
 
+@dataclass(frozen=True, eq=False)
+class MaskPart:
+    """The place of a mask in a whole one, as on a rank of a mesh: calls with it add in the order of one process.
+
+    A mask keeps it under PART; then kernels and their configs are those of calls with `whole`, tiles are cut as there,
+    and every tile visits its blocks in that order.
+
+    Attributes:
+        whole: The whole mask, on the device of the part.
+        tiles: int64 [batch * heads of the part, query tiles of the whole]: the part's tiles, -1 for those it lacks.
+            None: it has all.
+        blocks: The same for key blocks.
+        kv_heads: Heads of k of calls with the whole mask; 0: as many as in those with the part.
+        first: The first of them that the part has, with all heads of q that share it.
+        dq: Whether dQ is in that order too. Not where query tiles lack visits, as on the rank that owns keys.
+    """
+
+    whole: Any
+    tiles: Tensor | None = None
+    blocks: Tensor | None = None
+    kv_heads: int = 0
+    first: int = 0
+    dq: bool = True
+
+    @classmethod
+    def of(cls, mask: MaskData) -> MaskPart | None:
+        """The place of a mask, None for most."""
+        return mask.known(PART)
+
+
+PART = "part"
 KEPT = ("host", "counted", "elements", "readbacks", "heavy")
 LISTS = ("full", "partial")
 TENSORS = ("lo", "hi", "rules", "bits")

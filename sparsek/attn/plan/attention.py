@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Hashable, Iterable
-from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
 
 from sparsek.attn.mask.cache import kept_mask
 from sparsek.attn.mask.convert.argument import block_mask
+from sparsek.attn.mask.data import MaskPart
 from sparsek.attn.mask.lists import Frame
 from sparsek.attn.mask.mask import BlockMask
 from sparsek.attn.mask.operands import check_tensors
@@ -28,6 +29,7 @@ from sparsek.engine.plan.plan import Plan
 from sparsek.engine.plan.select import Choice
 
 NONE: Any = None  # an operand of a call that has none
+Problem = TypeVar("Problem", bound=AttentionProblem)
 
 
 @dataclass(slots=True, eq=False)  # a frozen one takes twice as long to make
@@ -135,7 +137,17 @@ class Attended:
             raise InvalidInput(operands.PLAN_HAS_NO_GRADIENT)
 
     def problem(self, card: Card) -> AttentionProblem:
-        return AttentionProblem(**self.fields(self.layout), **self.lse_fields(), card=card)
+        return self.placed(AttentionProblem(**self.fields(self.layout), **self.lse_fields(), card=card))
+
+    def placed(self, p: Problem) -> Problem:
+        """The problem of this call, with that of one process if the mask is part of a whole one."""
+        part = MaskPart.of(self.mask)
+        if part is None:
+            return p
+        whole, kv_heads = part.whole, part.kv_heads or p.kv_heads
+        lengths = {"q_len": whole.q_len, "kv_len": whole.kv_len, **whole.sizes._asdict()}
+        lists = {"mask_batch": whole.batch, "mask_heads": whole.heads}
+        return replace(p, whole=replace(p, q_heads=kv_heads * p.group, kv_heads=kv_heads, **lengths, **lists))
 
     def fields(self, layout: operands.Layout) -> dict[str, Any]:
         """Fields that the problems of both passes share, and those in FP8."""

@@ -57,7 +57,7 @@ class Differentiated(NamedTuple):
 
     def problem(self, card: Card) -> AttentionGradProblem:
         fields = self.call.fields(self.layout)
-        return AttentionGradProblem(**fields, card=card, deterministic=self.call.in_order)
+        return self.call.placed(AttentionGradProblem(**fields, card=card, deterministic=self.call.in_order))
 
     def key(self) -> Hashable:
         return *self.call.alike(self.layout), self.call.in_order

@@ -25,11 +25,12 @@ from __future__ import annotations
 
 import heapq
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from sparsek.attn.mask.data import MaskPart
 from sparsek.attn.mask.lists import BlockLists
 from sparsek.attn.mask.mask import BlockMask
 from sparsek.attn.plan.kernels import padded_heads
@@ -40,6 +41,7 @@ VISIT_FIELDS = 4
 FULL = -1  # entry of a full block
 NO_TICKET = -1
 TILE_TICKS = 2  # begin and end of a tile, in visits
+NEVER = 1 << 40  # in ticks
 SECTION = 0.4  # of L2, for what the CTAs of a section read and add to
 BAND = 0.7  # of L2, for the rows in use where the heads of a section take each column in turn
 SHORTEST = 8  # visits of a part of a tile that every query sees
@@ -117,6 +119,7 @@ def tile_parts(p: AttentionProblem, ctas: int) -> TileParts:
     half a CTA's share, if tiles have as many blocks as lists of CHOSEN. It has at least SHORTEST visits. There are no
     more float32 sums of keys than of queries, or than ROOM bytes.
     """
+    p = p.leading
     (tiles, columns), heads = p.grid, p.batch * p.kv_heads
     visits = p.group * tiles if heads else 0
     if not (p.members and visits and columns):
@@ -199,7 +202,7 @@ def schedule(
     device, (tiles, columns), rows = mask.device, mask.grid, padded_rows(p)
     cut = cut or TileParts(p.group, 1)
     group, ranges, parts, q_heads, visited = cut.heads, cut.ranges, cut.count(p), p.q_heads, p.visited
-    p = cut.of(p)
+    given, p = p, cut.of(p)
     single = p.block[0] == 64
     listed = by_key_block(mask, cut)
     lists = _lists_of(p, mask, q_heads, ranges)  # [B, parts of all heads, Nb, 2, group]
@@ -246,19 +249,148 @@ def schedule(
         queue = torch.where(there, (item * q_heads + head) * tiles + query, p.batch * q_heads * tiles)
         visits[:, 3] = torch.where(there, _tickets(queue, clock), NO_TICKET)
 
+    return _of_tiles(given, line, taker, (n, partial), visits, ctas, parts)
+
+
+def _of_tiles(
+    p: AttentionProblem, line: Tensor, taker: Tensor, counts: Any, visits: Tensor, ctas: int, parts: int
+) -> GradSchedule:
+    """The schedule with the tiles of `line`, or their parts, each by its taker. `counts`: visits of all by number, and
+    those of partial blocks.
+    """
+    (n, partial), columns, single, device = counts, p.grid[1], p.block[0] == 64, visits.device
+    ticks = n + n % 2 if single else n
     records = torch.zeros(len(n), TILE_FIELDS, dtype=torch.int32, device=device)
     every = torch.arange(len(n), device=device)
-    masked, pairs = ((partial + 1) // 2, (n + odd) // 2) if single else (partial, n)
+    masked, pairs = ((partial + 1) // 2, ticks // 2) if single else (partial, n)
     fields = (
-        every // (p.kv_heads * columns),
-        every // columns % p.kv_heads // parts,
+        every // (p.kv_heads * parts * columns),
+        every // (parts * columns) % p.kv_heads,
         every % columns * p.block[1],
     )
-    for field, each in enumerate((*fields, firsts, masked, pairs, n + odd, every)):
+    for field, each in enumerate((*fields, ticks.cumsum(0) - ticks, masked, pairs, ticks, every)):
         records[:, field] = each
     own, order = torch.sort(taker, stable=True)
     starts = torch.searchsorted(own, torch.arange(ctas + 1, dtype=torch.int32, device=device), out_int32=True)
-    return GradSchedule(records[line[order]], starts, visits, ctas, rows, n.int(), parts)
+    return GradSchedule(records[line[order]], starts, visits, ctas, padded_rows(p), n.int(), parts)
+
+
+class WholeTiles(NamedTuple):
+    """Key tiles of the schedule of a whole mask that a part has, or their parts, in the order of CTAs.
+
+    `item`: the batch item of their lists. `column`, `number`: those of the part. `first`, `ticks`: their visits in the
+    schedule of the whole, and `began` their start by its clock.
+    """
+
+    item: Tensor
+    column: Tensor
+    number: Tensor
+    first: Tensor
+    ticks: Tensor
+    began: Tensor
+
+    @classmethod
+    def of(cls, p: AttentionProblem, mask: BlockMask, part: MaskPart, whole: GradSchedule) -> WholeTiles:
+        records = whole.tiles[: int(whole.starts[-1])].long()
+        item, head, key, first, _, _, ticks, number = records.unbind(1)
+        head, column, lists = head - part.first, key // p.block[1], item * (mask.batch > 1)
+        known = head.clamp(0, p.kv_heads - 1)
+        if part.blocks is not None:
+            column = part.blocks[lists * mask.heads + known * p.group // (p.q_heads // mask.heads), column]
+        nth = number // p.leading.grid[1] % whole.parts
+        number = ((item * p.kv_heads + known) * whole.parts + nth) * mask.grid[1] + column
+        ends = (ticks + TILE_TICKS).cumsum(0)
+        began = ends - ticks - TILE_TICKS
+        every = torch.arange(len(ticks), device=ticks.device)
+        first_of = whole.starts.long()[torch.searchsorted(whole.starts[1:].long(), every, right=True)]
+        here = (head == known) & (column >= 0)
+        return cls(*(x[here] for x in (lists, column, number, first, ticks, began - began[first_of])))
+
+
+def restricted(p: AttentionProblem, mask: BlockMask, part: MaskPart, whole: GradSchedule) -> GradSchedule:
+    """The schedule of a part of a mask from that of the whole: the visits that the part has, in the same order.
+
+    A key tile whose visits are all here sums dK and dV as in the whole, in as many parts. So does a query tile with
+    dQ: tickets count the visits that are here. Then tiles of one CTA do not overlap by the clock of the whole, which
+    both orders follow, so no wait can deadlock. Without `part.dq` tiles and tickets are as in `schedule`. Key tiles
+    that the whole lacks visit nothing. Syncs.
+    """
+    q_tiles, device, rows = mask.grid[0], mask.device, padded_rows(p)
+    there = WholeTiles.of(p, mask, part, whole)
+    tile = torch.repeat_interleave(there.ticks)
+    before = there.ticks.cumsum(0) - there.ticks
+    place = torch.arange(len(tile), device=device) + (there.first - before)[tile]
+    query, head, entry, ticket = whole.visits[place].long().unbind(1)
+    query, head = query // p.block[0], head - part.first * p.group
+    lists = there.item[tile] * mask.heads + head // (p.q_heads // mask.heads)
+    known = query < p.leading.grid[0]  # others fill up a step
+    if part.tiles is not None:
+        query = part.tiles[lists, torch.where(known, query, 0)]
+        known &= query >= 0
+    # By the numbers of key tiles; the visits of each stay in their order.
+    kept = known.nonzero().flatten()
+    kept = kept[torch.sort(there.number[tile[kept]], stable=True)[1]]
+    tile, query, head, entry, ticket, lists = (x[kept] for x in (tile, query, head, entry, ticket, lists))
+
+    number, masked, single = there.number[tile], entry != FULL, p.block[0] == 64
+    count = p.batch * p.kv_heads * whole.parts * mask.grid[1]
+    n, partial = torch.bincount(number, minlength=count), torch.bincount(number[masked], minlength=count)
+    ticks = n + (n % 2 if single else 0)
+    every = torch.arange(len(number), device=device)
+    place = every + (ticks.cumsum(0) - ticks - n.cumsum(0) + n)[number]
+    if part.dq:
+        began = torch.full_like(n, NEVER)
+        began[there.number] = there.began
+        ended = began.index_add(0, there.number, there.ticks + TILE_TICKS)
+        line = torch.sort(began, stable=True)[1]
+    else:
+        heads = replace(p, kv_heads=p.kv_heads * whole.parts, q_heads=p.q_heads * whole.parts)
+        line = _lined_up(heads, n, sections(heads, whole.ctas), in_turn=False)
+    line = line if whole.parts == 1 else line[n[line] > 0]
+    if part.dq:
+        clock = ticket
+        taker = _shared_out(began[line], ended[line], (ticks + TILE_TICKS)[line], whole.ctas)
+    else:
+        taker, start = deal((ticks + TILE_TICKS)[line], whole.ctas)
+        clock = (
+            torch.zeros_like(n).index_copy(0, line, start.long())[number] + every - (n.cumsum(0) - n)[number]
+        )
+
+    row = lists * q_tiles + query
+    entry[masked] = _partial_entries(mask, row[masked], there.column[tile[masked]])
+    queue = (number // max(1, count // max(1, p.batch)) * p.q_heads + head) * q_tiles + query
+    ticket = torch.where(ticket < 0, ticket, _tickets(queue, clock))
+    capacity = p.visited + (count if single else 0)
+    visits = torch.tensor((rows - 64, 0, FULL, NO_TICKET), dtype=torch.int32, device=device).repeat(
+        capacity, 1
+    )
+    visits[place] = torch.stack((query * p.block[0], head, entry, ticket), 1).int()
+    return _of_tiles(p, line, taker, (n, partial), visits, whole.ctas, whole.parts)
+
+
+def _partial_entries(mask: BlockMask, row: Tensor, column: Tensor) -> Tensor:
+    """The entries of the partial blocks at these rows and columns."""
+    counts = mask.partial.counts.long()
+    rows = torch.repeat_interleave(counts)
+    first = mask.partial.starts - counts.cumsum(0) + counts
+    entry = torch.arange(len(rows), device=rows.device) + first[rows]
+    blocks = rows * mask.grid[1] + mask.partial.indices[entry]
+    return entry[torch.searchsorted(blocks, row * mask.grid[1] + column)]
+
+
+def _shared_out(began: Tensor, ended: Tensor, ticks: Tensor, ctas: int) -> Tensor:
+    """The CTA of every tile: of those whose tiles have ended when it begins, the one with the fewest ticks. Syncs.
+
+    `began`, `ended`: by a clock on which at most `ctas` tiles overlap; ascending starts.
+    """
+    free, busy, taken = [(0, cta) for cta in range(ctas)], [], []
+    for begin, end, own in zip(began.tolist(), ended.tolist(), ticks.tolist(), strict=True):
+        while busy and busy[0][0] <= begin:
+            heapq.heappush(free, heapq.heappop(busy)[1:])
+        load, cta = heapq.heappop(free)
+        heapq.heappush(busy, (end, load + own, cta))
+        taken.append(cta)
+    return torch.tensor(taken, dtype=torch.int32, device=began.device)
 
 
 def by_key_block(mask: BlockMask, cut: TileParts) -> KeyBlockLists:

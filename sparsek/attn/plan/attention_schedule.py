@@ -63,12 +63,14 @@ def tiles_of(p: AttentionProblem, shape: TileShape) -> int:
 
 
 def part_blocks(p: AttentionProblem, shape: TileShape) -> int:
-    """Blocks of the longest part; a longer tile is split. At least the longest tile if nothing is split.
+    """Blocks of the longest part; a longer tile is split. At least the longest tile if nothing is split. Of a part of a
+    mask, as in one process.
 
     If the host knows only bounds, the longest tile may not exist; then tiles are split only for idle CTAs. With fewer
     tiles than half the CTAs, tiles are split until every CTA has a part. Otherwise tiles more than twice as long as
     the mean are split: half of a causal mask's tiles are longer than the mean, none twice as long.
     """
+    p = p.leading
     tiles = tiles_of(p, shape)
     if not tiles or not p.longest:
         return max(1, p.longest)

@@ -49,7 +49,8 @@ class AttentionProblem(Heads):
     `unit_stride`: the last dims of q, k and v are contiguous. `aligned`: moreover their pointers and all other strides
     are multiples of 16 bytes. `lse`: the logarithms of the rows' sums are returned. `softcap`, `alibi`: scores are
     capped, or biased by ALiBi slopes.
-    `sink_logits`: the dtype of the learned sinks, "" without.
+    `sink_logits`: the dtype of the learned sinks, "" without. `whole`: of a call with a part of a mask, the problem of
+    one process.
     """
 
     op: ClassVar[str] = "attention"
@@ -80,6 +81,12 @@ class AttentionProblem(Heads):
     softcap: bool = False
     alibi: bool = False
     sink_logits: str = ""
+    whole: Self | None = None
+
+    @property
+    def leading(self) -> Self:
+        """The problem that kernel, config and the parts of tiles are chosen for."""
+        return self.whole or self
 
     @property
     def changes(self) -> list[str]:
@@ -108,7 +115,8 @@ class AttentionProblem(Heads):
         if pack == 1:
             return self
         heads = {"q_heads": self.q_heads // pack, "q_len": self.q_len * pack}
-        return replace(self, **heads, block=(bq * pack, bk), members=pack)
+        whole = self.whole and self.whole.packed
+        return replace(self, **heads, block=(bq * pack, bk), members=pack, whole=whole)
 
     @property
     def grid(self) -> tuple[int, int]:

@@ -27,7 +27,7 @@ class Walks:
 def walks(p: AttentionGradProblem, mask: BlockMask) -> Walks:
     """The order of both passes' tiles, on the mask's device, without a sync."""
     (tiles, columns), lists = mask.grid, transposed(mask)
-    part = longest_part(p.visited, p.block, p.card.sm_count)
+    part = longest_part(p.leading.visited, p.block, p.card.sm_count)
     members = p.group if mask.heads > p.kv_heads else 1
     visits = Lengths(
         lists.partial.counts, lists.full.counts, mask.batch * mask.heads // members, columns, tiles * p.group,
@@ -51,7 +51,7 @@ def room(taken: Walk, rows: int, width: int, device: torch.device) -> Tensor | N
 
 def parts_of(p: AttentionGradProblem) -> list[str]:
     """A line of `explain()` where some tile may be cut."""
-    part = longest_part(p.visited, p.block, p.card.sm_count)
+    part = longest_part(p.leading.visited, p.block, p.card.sm_count)
     if max(p.grid[0] * p.group, p.longest) <= part:
         return []
     return [f"tiles of more than {part} blocks are cut into parts, whose float32 sums need a workspace"]

@@ -44,6 +44,7 @@ from sparsek.attn.kernels.backward.transposed import (
     tally,
 )
 from sparsek.attn.kernels.forward.schedule_line import band_sections, place_alike, place_tiles
+from sparsek.attn.mask.data import MaskPart
 from sparsek.attn.mask.mask import BlockMask
 from sparsek.attn.plan import attention_grad_schedule as plan
 from sparsek.attn.plan.attention_grad_schedule import (
@@ -406,8 +407,12 @@ def schedule(
     p: AttentionProblem, mask: BlockMask, ctas: int, *, ordered: bool = True, cut: TileParts | None = None
 ) -> GradSchedule:
     """The schedule of `mask` for `p`, whose tiles are whole or `cut`. Without `ordered` no visit has a ticket. No sync
-    on a GPU.
+    on a GPU, unless the mask is part of a whole one.
     """
+    part = MaskPart.of(mask)
+    if part is not None and p.whole is not None:
+        whole = schedule(p.whole, part.whole, ctas, ordered=ordered, cut=cut)
+        return plan.restricted(p, mask, part, whole)
     if mask.full.starts.is_cuda and mask.rows and mask.grid[1]:
         return launched(p, mask, ctas, ordered=ordered, cut=cut)
     return plan.schedule(p, mask, ctas, ordered=ordered, cut=cut)

@@ -21,6 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sparsek.attn.mask.data import PART, MaskPart
 from sparsek.attn.mask.lists import BlockLists
 from sparsek.attn.mask.mask import BlockMask
 from sparsek.attn.plan.kernels import AttentionCall, AttentionGradCall
@@ -66,10 +67,7 @@ class PackedRows:
         packed = p.packed
         if self.copies or not halves_tiles(p):
             return packed
-        bq, bk = packed.block
-        return replace(
-            packed, block=(bq // 2, bk), stored=2 * packed.stored, partial=2 * packed.partial, exact=False
-        )
+        return halved_problem(packed)
 
     def why_not(self, p: AttentionProblem) -> list[str]:
         return self.kernel.why_not(self.packed(p))
@@ -128,6 +126,13 @@ class PackedRows:
         return None
 
 
+def halved_problem(p: AttentionProblem) -> AttentionProblem:
+    """The problem of `halved_tiles`."""
+    (bq, bk), whole = p.block, p.whole and halved_problem(p.whole)
+    sizes = {"stored": 2 * p.stored, "partial": 2 * p.partial, "exact": False}
+    return replace(p, block=(bq // 2, bk), whole=whole, **sizes)
+
+
 def copied_bytes(p: AttentionProblem) -> int:
     """Of the packed copies of a call: q and out, and their gradients in a backward pass."""
     rows = (1 if p.op == "attention" else 2) * p.batch * p.q_heads * p.q_len
@@ -148,6 +153,8 @@ def packed_mask(mask: BlockMask, pack: int) -> BlockMask:
         label=mask.label, members=members._replace(rows=members.rows * pack),
     )  # fmt: skip
     packed._memo["heavy"] = mask.heavy_blocks
+    if (part := MaskPart.of(mask)) is not None:
+        packed._memo[PART] = replace(part, whole=packed_mask(part.whole, pack))
     return packed
 
 
@@ -177,12 +184,19 @@ def halved_tiles(mask: BlockMask) -> BlockMask:
     made = starts, counts, indices, words, full_starts, full_counts
     (launched_halves if device.type == "cuda" else halves)(mask, bits, tiles, made)
     sizes = mask.sizes
-    return mask.unchecked(
+    halved = mask.unchecked(
         q_len=mask.q_len, kv_len=mask.kv_len, block=(bq // 2, bk), batch=mask.batch, heads=mask.heads,
         full=BlockLists(full_starts, full_counts, mask.full.indices), partial=BlockLists(starts, counts, indices),
         lo=mask.lo, hi=mask.hi, rules=words, label=mask.label, members=members,
         sizes=sizes._replace(stored=2 * sizes.stored, partial=2 * sizes.partial, exact=False),
     )  # fmt: skip
+    if (part := MaskPart.of(mask)) is not None:
+        whole, of = halved_tiles(part.whole), part.tiles
+        if of is not None:
+            half = torch.arange(2, device=device)
+            of = torch.where(of[..., None] < 0, -1, 2 * of[..., None] + half).flatten(1)[:, : whole.grid[0]]
+        halved._memo[PART] = replace(part, whole=whole, tiles=of)
+    return halved
 
 
 def halves(mask: BlockMask, bits: int, tiles: int, made: tuple[Tensor, ...]) -> None:

@@ -12,8 +12,13 @@ from sparsek.attn.kernels.backward import portable_bwd as portable
 from sparsek.attn.kernels.backward.portable_bwd import Config, Tile
 from sparsek.attn.kernels.backward.sinks import launched
 from sparsek.attn.mask.mask import BlockMask
+from sparsek.attn.ops.attention_plans import differentiated
+from sparsek.attn.plan.attention import Attended
+from sparsek.attn.plan.attention_grad import Differentiated
 from sparsek.attn.plan.kernels import AttentionGradCall
 from sparsek.attn.reference.scores import sink_gradients
+from sparsek.distributed import plan as mesh_plan
+from sparsek.distributed.pieces import Piece, key_pieces, query_piece
 from sparsek.testing.poison import poisoned
 from tests.attn.attention_cases import random_bits
 from tests.attn.kernels.backward.grad_cases import (
@@ -23,6 +28,7 @@ from tests.attn.kernels.backward.grad_cases import (
     problem,
 )
 from tests.attn.kernels.portable_interpreted import APART, FEW, normal, operands
+from tests.distributed.test_pieces import moved
 from tests.sampling import sampled
 
 HALF = torch.float16
@@ -91,6 +97,44 @@ def test_every_order_of_heads_gives_the_same_bits(lead: int, section: int) -> No
     found = [poisoned(x.shape, HALF) for x in (q, k, v)]
     KERNEL.launch(FEW, other, AttentionGradCall(*given[:9], found[0], found[1], found[2]))
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def test_ranks_of_a_mesh_have_the_bits_of_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """dQ on the ranks of queries, dK and dV on those of keys; tiles are cut by the size of the whole problem."""
+    monkeypatch.setattr(bwd_walks, "longest_part", lambda visited, *_: max(2, visited // 6))
+    mask = BlockMask.sliding_window(200, 110, sinks=3, block=SMALL, device="cpu")
+    q, k, v = normal(1, 2, 200, 32), normal(1, 1, 200, 32, seed=1), normal(1, 1, 200, 32, seed=2)
+    whole = inputs(q, k, v, mask, with_lse=True)
+    given = q, k, v, whole.out, whole.lse, whole.grad, whole.grad_lse
+
+    def gradients(mask: BlockMask, *of: Tensor | None) -> tuple[Tensor, ...]:
+        call = Attended(of[0], of[1], of[2], mask)  # pyright: ignore[reportArgumentType]
+        return differentiated(Differentiated(call, *of[3:]), KERNEL.name)  # pyright: ignore[reportArgumentType]
+
+    right, plan = gradients(mask, *given), mesh_plan(mask, 2)
+    plans = [replace(plan, rank=rank, _kept={}) for rank in range(2)]
+    at = [torch.from_numpy(plan._parts.queries.positions(rank)) for rank in range(2)]
+    keys = [key_pieces(each, 1, 1, q.device, 1, exact=True)[0] for each in plans]
+    queries = [query_piece(each, 1, 2, q.device) for each in plans]
+
+    def seen(pieces: list[Piece], x: Tensor) -> list[Tensor]:
+        shards = [x.index_select(2, own) for own in at]
+        return (
+            moved(pieces, shards)
+            if x.dim() == 4
+            else [each.squeeze(-1) for each in moved(pieces, [own.unsqueeze(-1) for own in shards])]
+        )
+
+    all_k, all_v = seen(keys, k), seen(keys, v)
+    of_queries = [seen(queries, x) for x in (q, *given[3:]) if x is not None]
+    for rank, own in enumerate(at):
+        mine = [x.index_select(2, own) for x in given if x is not None]
+        dq = gradients(keys[rank].mask, mine[0], all_k[rank], all_v[rank], *mine[3:])[0]
+        assert torch.equal(dq, right[0].index_select(2, own))
+        their_q, *theirs = (x[rank] for x in of_queries)
+        of_keys = gradients(queries[rank].mask, their_q, mine[1], mine[2], *theirs)[1:]
+        for found, wanted in zip(of_keys, right[1:], strict=True):
+            assert torch.equal(found, wanted.index_select(2, own))
 
 
 def test_the_gradient_of_sinks_is_that_of_the_reference() -> None:
