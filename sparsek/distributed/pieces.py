@@ -31,27 +31,57 @@ def key_pieces(
     """The keys that this rank attends to: with one piece all of them in order, otherwise its own first.
 
     `exact`: one piece, and calls with its mask have the order of sums of calls with the whole mask. Masks by members
-    with a window or sinks count keys from the ends of intervals, so theirs are one piece.
+    with a window or sinks count keys from the ends of intervals, so these keys come first too.
     """
-    pieces = 1 if exact or at_ends(plan.mask) else min(pieces, plan.ranks)
+    pieces = 1 if exact else min(pieces, plan.ranks)
 
     def make() -> list[Piece]:
-        ranks = np.arange(plan.ranks)
+        ranks, needs = np.arange(plan.ranks), plan._needs(kv_heads)
         shift = (ranks[:, None] - ranks) % plan.ranks  # from rank s to rank r
         of = np.zeros_like(shift)
         if pieces > 1:
             of = np.where(shift == 0, 0, 1 + (shift - 1) * (pieces - 1) // max(plan.ranks - 1, 1))
-        return [_keys_from(plan, of == piece, batch, kv_heads, device, exact) for piece in range(pieces)]
+        of = of[:, plan._parts.keys.owners(plan.mask.block[1])][:, None]  # of each block
+        if pieces > 1 and at_ends(plan.mask):
+            of = np.where(_end_blocks(plan, needs.shape[1]), 0, of)
+        met = [needs & (of == piece) for piece in range(pieces)]
+        return [_keys_of(plan, each, batch, kv_heads, device, exact, at == 0) for at, each in enumerate(met)]
 
     return once(plan._kept, ("keys", batch, kv_heads, device, pieces, exact), make)
 
 
-def _keys_from(
-    plan: MeshPlan, met: np.ndarray, batch: int, kv_heads: int, device: torch.device, exact: bool
+def _end_blocks(plan: MeshPlan, groups: int) -> np.ndarray:
+    """The blocks of windows and sinks of the queries of each rank, bool [ranks, groups, blocks]."""
+    mask, members = plan.mask, plan.mask.members
+    host: Any = mask.host
+    assert members is not None
+    deal, side, rows = plan._parts.queries, mask.block[1], host.lo.shape[0]
+    owner = np.repeat(deal.owner, deal.unit_tokens)
+    edges = np.zeros((plan.ranks, rows, mask.grid[1] + 1), np.int64)
+    for row, (lo, hi) in enumerate(zip(host.lo.astype(np.int64), host.hi.astype(np.int64), strict=True)):
+        window, sinks = np.maximum(hi - members.window, lo), np.minimum(lo + members.sinks, hi)
+        for start, end in ((window, hi), (lo, sinks)):
+            some = start < end
+            first: Any = owner[some], row, start[some] // side
+            behind: Any = owner[some], row, (end[some] - 1) // side + 1
+            np.add.at(edges, first, 1)
+            np.add.at(edges, behind, -1)
+    found = np.cumsum(edges, 2)[:, :, :-1] > 0
+    whole = np.broadcast_to(found, (plan.ranks, mask.batch * mask.heads, mask.grid[1]))
+    return np.any(whole.reshape(plan.ranks, groups, -1, mask.grid[1]), 2)
+
+
+def _keys_of(
+    plan: MeshPlan,
+    needs: np.ndarray,
+    batch: int,
+    kv_heads: int,
+    device: torch.device,
+    exact: bool,
+    ends: bool,
 ) -> Piece:
-    """Keys from the ranks s with met[r, s], for each rank r."""
+    """The keys of a piece, bool [ranks, groups, blocks]. `ends`: whether windows and sinks are among them."""
     mask, rank, parts = plan.mask, plan._here, plan._parts
-    needs = plan._needs(kv_heads) & met[:, parts.keys.owners(mask.block[1])][:, None]
     exchange, length = _gathered(
         plan, needs, parts.keys, mask.block[1], (batch, kv_heads), device, "keys and values"
     )
@@ -60,7 +90,7 @@ def _keys_from(
     kept = [np.flatnonzero(needs[rank, row // share]) for row in range(rows)]
     tiles = [parts.queries.parts(rank, mask.block[0])] * rows
     q_len = int(parts.queries.tokens[rank])
-    return Piece(exchange, submask(mask, tiles, kept, q_len, length, device, exact), length)
+    return Piece(exchange, submask(mask, tiles, kept, q_len, length, device, exact, ends=ends), length)
 
 
 def query_piece(plan: MeshPlan, batch: int, q_heads: int, device: torch.device) -> Piece:

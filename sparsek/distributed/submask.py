@@ -25,6 +25,7 @@ def submask(
     device: torch.device,
     exact: bool = False,
     dq: bool = True,
+    ends: bool = True,
 ) -> BlockMask:
     """The mask of these query tiles and these key blocks, which stand one after the other in ascending order.
 
@@ -42,6 +43,7 @@ def submask(
         device: Where the result is made.
         exact: Whether calls with the result have the order of sums of calls with the whole mask.
         dq: With `exact`, whether dQ has it too.
+        ends: Whether queries see a window and sinks at the ends of their intervals. False leaves those of members out.
     """
     bq, (whole_tiles, columns), host = mask.block[0], mask.grid, mask.host
     groups, rows = mask.batch * mask.heads, -(-q_len // bq)
@@ -50,7 +52,8 @@ def submask(
         place[group, kept] = np.arange(kept.size)
     at = np.concatenate([group * rows + np.arange(kept.size) for group, kept in enumerate(tiles)])
     of = np.concatenate([group * whole_tiles + kept for group, kept in enumerate(tiles)])
-    words = 1 if mask.members is None else mask.members.words(bq)
+    members = mask.members if ends or mask.members is None else mask.members._replace(window=0, sinks=0)
+    words = 1 if members is None else members.words(bq)
     made, entries = [], np.empty(0, np.int64)
     for given in (host.full, host.partial):
         counts = given.counts[of].astype(np.int64)
@@ -73,7 +76,7 @@ def submask(
         q_len=q_len, kv_len=kv_len, block=mask.block, batch=mask.batch, heads=mask.heads,
         full=lists[0], partial=lists[1], lo=there(lo), hi=there(hi), rules=there(rules),
         bits=None if mask.bits is None else mask.bits.to(device), sizes=sizes, pure=mask.pure,
-        label=f"part of {mask.label or 'blocks'}", members=mask.members,
+        label=f"part of {mask.label or 'blocks'}", members=members,
     )  # fmt: skip
     if exact:
         tile = np.full((groups, whole_tiles), -1, np.int64)

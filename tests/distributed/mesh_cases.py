@@ -148,7 +148,7 @@ CASES = [  # mask, way, with sinks, heads; and the ranks of a part of the world
     ("map of heads of q", "heads", True, (4, 4), 3),  # heads that ranks do not divide
     ("map of heads of q", "both", False, (4, 2), 4),
     ("bits", "gather", False, (4, 2), 2),
-    ("members", "gather", True, (4, 2), 4),
+    ("members", "pieces", True, (4, 2), 4),
     ("few", "exact", False, (4, 2), 4),  # ranks without tokens
     ("few", "heads", False, (6, 2), 4),  # and other numbers of heads of q
     ("one unit", "both exact", True, (4, 2), 4),
@@ -158,6 +158,7 @@ CASES = [  # mask, way, with sinks, heads; and the ranks of a part of the world
     ("lists", "exact", False, (4, 2), 4),
     ("lists", "both", False, (4, 2), 4),
     ("lists with a window", "gather", True, (4, 2), 4),
+    ("lists with a window", "pieces", True, (4, 2), 3),
     ("lists with a window", "heads", False, (4, 2), 3),
     ("topk", "gather", False, (4, 2), 4),
     ("topk", "both", True, (4, 2), 4),
@@ -174,6 +175,7 @@ PACKED = {  # lists and policies of packed documents: a rule, a way, and cu_seql
     "pieces": ("lists", "pieces", EDGES),
     "exact": ("lists", "exact", EDGES),
     "both": ("lists with a window", "both", EDGES),
+    "ends in pieces": ("lists with a window", "pieces", EDGES),
     "heads": ("lists with a window", "heads", EDGES),
     "whole blocks": ("lists", "gather", ALIGNED),
     "topk": ("topk", "both", EDGES),
