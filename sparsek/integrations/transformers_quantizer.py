@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers.modeling_utils import PreTrainedModel
@@ -21,7 +22,7 @@ from sparsek.core.errors import InvalidFile, InvalidInput
 from sparsek.nn import description
 from sparsek.nn.description import METHOD, VERSION, SavedLayer
 from sparsek.nn.experts import repacked
-from sparsek.nn.replace import is_packed, layer_of, swap
+from sparsek.nn.replace import cast_inputs, is_packed, layer_of, matching, swap
 
 WATCHED = ("initialize_weights", "_adjust_missing_and_unexpected_keys")
 
@@ -74,6 +75,7 @@ class SparsekQuantizer(HfQuantizer):
                 "tensor parallelism (tp_plan, tp_size) does not split sparse layers; load by device_map, or use FSDP2"
             )
         layers = here(model, self.quantization_config.entries(), options.get("checkpoint_files") or ())
+        self.kept = matching(model._get_dtype_plan(model.dtype), layers)
         swap(model, description.empty_layers(model, layers, as_model=True))
         self.loaded = tuple(layers)
         self.shapes = {name: each.shape for name, each in model.state_dict().items()}
@@ -102,11 +104,21 @@ class SparsekQuantizer(HfQuantizer):
                     layer.weight  # noqa: B018  checks the tensors
                 except InvalidInput as error:
                     raise InvalidInput(f"{name}: {error}") from None
+        for name in self.kept:  # in float32
+            model.get_submodule(name)._dtype = torch.float32
+        cast_inputs(model, self.loaded)
         self.remove_quantization_config(model)
         for module in model.modules():
             if isinstance(module, PreTrainedModel) and getattr(module.config, "_is_quantized", False):
                 vars(module.config).pop("_is_quantized")
         return model
+
+    def get_new_dtype(self, converter: Any, param: Any, dtype: Any) -> Any:
+        """The dtype in which a tensor of a file is loaded: values in FP8 in their own."""
+        own = param.get_dtype() if hasattr(param, "get_dtype") else str(param.dtype)
+        return (
+            None if own.startswith(("F8", "torch.float8")) else super().get_new_dtype(converter, param, dtype)
+        )
 
     def is_serializable(self) -> bool:
         """Whether it can be saved."""

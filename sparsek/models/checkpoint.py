@@ -18,7 +18,7 @@ from sparsek.core.parsing import json_value
 from sparsek.files.compressed import MASKED, behind_mask
 from sparsek.files.tensor_file import Writer, opened
 from sparsek.nn.description import METHOD, SavedLayer, describe, empty_layers, guards, read, written
-from sparsek.nn.replace import swap
+from sparsek.nn.replace import cast_inputs, swap
 from sparsek.nn.sparse import SparseLinear
 from sparsek.products.formats import two_four
 from sparsek.products.formats.quantized import Quantized
@@ -151,6 +151,7 @@ def load_model(
             setattr(holder, own, getattr(of, first))
         for name in made:
             found.get_submodule(name).weight  # noqa: B018  checks the tensors
+        cast_inputs(found, made)
     except (RuntimeError, InvalidInput) as error:
         swap(found, old)
         raise InvalidFile(f"{where}: {error}") from None

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from types import MethodType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from sparsek.core import dtypes
 from sparsek.core.errors import InvalidInput
 from sparsek.nn.experts import PackedLinear, SparseExperts, packed_names, why_not_packed
 from sparsek.nn.gated import GatedMLP, fitted_class
@@ -182,7 +184,35 @@ def swap(model: nn.Module, made: Mapping[str, nn.Module | nn.Parameter]) -> dict
         for hook in () if isinstance(layer, nn.Parameter) else layer._load_state_dict_pre_hooks.values():
             if getattr(hook, "with_module", False):
                 hook.module = weakref.ref(layer)
+    cast_inputs(model, made)
     return {name: old for name, (_, _, old) in zip(made, done, strict=True)}
+
+
+def cast_inputs(model: Any, names: Iterable[str]) -> None:
+    """Let sparse layers that a model of transformers keeps in float32, while it is in half precision itself, cast x.
+    Its code casts x for a dense weight alone.
+    """
+    lists = (getattr(model, f"_keep_in_fp32_modules{end}", None) or () for end in ("", "_strict"))
+    kept = matching([each for some in lists for each in some], names)
+    if not kept or all(each.dtype not in dtypes.LOW for each in model.parameters()):
+        return
+    for name in kept:
+        layer: Any = model.get_submodule(name)
+        if isinstance(layer, SparseLinear) and _to_float32 not in layer._forward_pre_hooks.values():
+            layer.register_forward_pre_hook(_to_float32)
+
+
+def matching(patterns: Iterable[str], names: Iterable[str]) -> list[str]:
+    """The names that have a pattern of transformers in them."""
+    found = "|".join(each.replace("*", ".*") for each in patterns)
+    return [name for name in names if found and re.search(found, name)]
+
+
+def _to_float32(layer: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The arguments of a layer in float32, for one in half precision."""
+    dtype = layer._dtype if isinstance(layer, SparseLinear) and layer._scaled else stored_in(layer).dtype
+    cast = dtype == torch.float32 and args and isinstance(args[0], Tensor) and args[0].dtype in dtypes.LOW
+    return (args[0].float(), *args[1:]) if cast else args
 
 
 def _fit(module: Any) -> None:

@@ -145,6 +145,36 @@ def test_dtypes_device_maps_and_ties(tmp_path: Path) -> None:
     back.half()  # nothing says that it is quantized
 
 
+@pytest.mark.parametrize("config", [HALF, sk.Float8(HALF)], ids=str)
+def test_layers_that_a_model_keeps_in_float32_do_so(config: Any, tmp_path: Path) -> None:
+    """As `wo` of T5 in half precision, whose code casts x for a dense weight alone."""
+    torch.manual_seed(0)
+    t5().save_pretrained(tmp_path / "dense")
+    model = lib.T5ForConditionalGeneration.from_pretrained(tmp_path / "dense", dtype=torch.float16)
+    sk.sparsify_(model, config)
+    wanted, part = run(model), "decoder.block.0.layer.2.DenseReluDense.wo"
+    assert model.get_submodule(part).to_dense().dtype == torch.float32
+    model.save_pretrained(tmp_path / "sparse")
+    loads: Any = (
+        lambda: type(model).from_pretrained(tmp_path / "sparse", dtype=torch.float16),
+        lambda: sk.load_model(t5, tmp_path / "sparse"),
+        lambda: copy.deepcopy(model),
+    )
+    for load in loads:
+        assert torch.equal(run(load().eval()), wanted)
+    same(loads[0](), model)
+    assert (
+        type(model)
+        .from_pretrained(tmp_path / "sparse", dtype=torch.bfloat16)
+        .get_submodule(part)
+        .to_dense()
+        .dtype
+        == torch.bfloat16
+    )
+    sk.densify_(model)
+    torch.testing.assert_close(run(model), wanted, rtol=0.1, atol=0.1)
+
+
 def test_layers_on_disk_give_the_same(tmp_path: Path) -> None:
     need("accelerate")
     model = sparse(llama)
