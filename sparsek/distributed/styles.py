@@ -17,7 +17,7 @@ from sparsek.core import arguments
 from sparsek.core.errors import InvalidInput
 from sparsek.core.handshake import Facts, agreed
 from sparsek.distributed.experts import spread_experts
-from sparsek.nn.agreement import ALIKE, facts_of
+from sparsek.nn.agreement import facts_of
 from sparsek.nn.experts import packed_names
 from sparsek.nn.gated import GatedForward, gated_forward
 from sparsek.nn.parallel_linear import (
@@ -30,6 +30,7 @@ from sparsek.nn.parallel_linear import (
     is_split,
     split_layer,
 )
+from sparsek.nn.regrow import ALIKE
 from sparsek.nn.sparse import SparseLinear
 
 Sizes: TypeAlias = 'Literal["even", "balanced"] | Sequence[int]'

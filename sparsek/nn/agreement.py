@@ -12,9 +12,9 @@ from torch import nn
 from sparsek.core import arguments
 from sparsek.core.errors import InvalidInput
 from sparsek.core.handshake import Facts, agreed
+from sparsek.nn.regrow import ALIKE
 from sparsek.nn.sparse import SparseLinear
 
-ALIKE = "load the same state dict on every rank, or give all the same pattern"
 UNLIKE = (
     "give every rank as many tokens, and gradients on all or none; parts of unlike sizes must be DTensors, as of "
     "torch.distributed.tensor.distribute_tensor"

@@ -5,16 +5,20 @@ SR-STE: Zhou et al. 2021, arXiv:2102.04010.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from sparsek.core import arguments, dtypes
 from sparsek.core.errors import InvalidInput
+from sparsek.core.handshake import agreed
 from sparsek.core.tracing import saveable
 from sparsek.engine.call import transforms
 from sparsek.nn.forms import weight_and_bias
+from sparsek.nn.regrow import is_sharded, sharded_like, unsharded
 from sparsek.products.formats import two_four
 from sparsek.products.formats.padding import tiles_of
 from sparsek.products.formats.semi24 import Semi24
@@ -70,38 +74,71 @@ def keep_pruned(layer: Any, dense: Any, decay: float) -> None:
 def choose_again(layer: Any, scores: Tensor | None, optimizer: torch.optim.Optimizer | None) -> None:
     """Choose what is stored anew: see `SparseLinear.choose_again`."""
     transforms.refuse("choose_again")
-    weight = _two_four(layer, "choose_again")
+    values = layer._parameters.get("values")
+    group = values.device_mesh.get_group() if is_sharded(values) else None
+    parts: dict[str, list[Tensor | None]] = {}
+    cells: Tensor | None = None
+
+    def check() -> str:
+        nonlocal cells
+        parts.update(_movable(layer, optimizer))
+        if scores is not None:
+            cells = _cells(layer, arguments.tensor("scores", scores, dtypes.FLOATS))
+        return f"{[*parts]}, {'no ' * (scores is None)}scores"
+
+    if group is None:
+        check()
+    else:
+        agreed("choose_again", [group], check, "give all scores or none, and optimizers with the same state")
+    old = layer.metadata.clone()
+    kept, pruned = parts["values"]
+    new = two_four.pack(_elements(kept, pruned, old) if cells is None else cells.to(old.device))[1]
+    if group is not None:
+        dist.broadcast(new, group=group, group_src=0)
+    for kept, pruned in parts.values():
+        every = _elements(kept, pruned, old)
+        for part, meta in ((kept, new), (pruned, two_four.complement(new))):
+            if part is not None:
+                part.copy_(sharded_like(two_four.stored(every, meta), part))
+    layer.metadata.copy_(new)
+
+
+def _movable(layer: Any, optimizer: Any) -> dict[str, list[Tensor | None]]:
+    """What moves with the elements, by names: the parts of `values` and of `pruned`, one of them at least."""
+    _two_four(layer, "choose_again")
     if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
         raise InvalidInput(
             f"optimizer is {arguments.shown(optimizer)}; it must be a torch.optim.Optimizer or None"
         )
-    if scores is not None:
-        arguments.tensor("scores", scores, dtypes.FLOATS)
-    learned = layer.values, layer._parameters.get("pruned")
-    old = weight.meta.clone()
-    of = _joined(*learned, old) if scores is None else _cells(layer, scores).to(weight.device)
-    new = two_four.pack(of)[1]
-    groups = [learned, tuple(None if x is None else x.grad for x in learned)]
-    if optimizer is not None:
-        states = [{} if x is None else optimizer.state.get(x, {}) for x in learned]
-        groups += [tuple(state.get(name) for state in states) for name in {**states[0], **states[1]}]
-    for group in groups:
-        kept, pruned = (
-            x if isinstance(x, Tensor) and x.shape == weight.values.shape else None for x in group
+    learned = [layer.values, layer._parameters.get("pruned")]
+    groups = [] if optimizer is None else optimizer.param_groups
+    if groups and not any(x is each for group in groups for x in group["params"] for each in learned):
+        raise InvalidInput(
+            f"{type(optimizer).__name__} has no values of this layer; give the optimizer that has them, and under "
+            "FSDP2 call .reshard() of the module first"
         )
-        given = pruned if kept is None else kept
-        if given is None:
-            continue
-        both = _joined(torch.zeros_like(given) if kept is None else kept, pruned, old)
-        for part, meta in ((kept, new), (pruned, two_four.complement(new))):
-            if part is not None:
-                part.copy_(two_four.stored(both, meta))
-    layer.metadata.copy_(new)
+    states = [{} if optimizer is None or x is None else optimizer.state.get(x, {}) for x in learned]
+    found: dict[str, list[Any]] = {
+        "values": learned,
+        "gradients": [None if x is None else x.grad for x in learned],
+    }
+    found |= {f"of {name}": [x.get(name) for x in states] for name in {**states[0], **states[1]}}
+    fits = {
+        name: [x if isinstance(x, Tensor) and x.shape == layer.values.shape else None for x in both]
+        for name, both in found.items()
+    }
+    return {name: both for name, both in fits.items() if any(x is not None for x in both)}
 
 
 def _two_four(layer: Any, what: str) -> Any:
     if layer._scaled or layer._kind == "bsr":
         raise InvalidInput(f"{what} is for a 2:4 weight whose values learn, not for a BSR and not in FP8")
+    values = layer._parameters.get("values")
+    if hasattr(values, "device_mesh") and (what == "keep_pruned" or not is_sharded(values)):
+        raise InvalidInput(
+            f"{what}: values of this layer are sharded; call keep_pruned before fully_shard, and choose_again under "
+            "FSDP2 over a mesh of one dimension"
+        )
     return layer.weight.detach()
 
 
@@ -117,7 +154,7 @@ def _cells(layer: Any, dense: Any) -> Tensor:
     return tiles[pattern.block_rows.long(), pattern.indices.long()]
 
 
-def _joined(kept: Tensor, pruned: Tensor | None, meta: Tensor) -> Tensor:
-    """All elements in rows of four, of those that `meta` stores and of the others."""
-    whole = two_four.unpack(kept, meta)
-    return whole if pruned is None else whole + two_four.unpack(pruned, two_four.complement(meta))
+def _elements(kept: Tensor | None, pruned: Tensor | None, meta: Tensor) -> Tensor:
+    """All elements in rows of four, of those that `meta` stores and of the others; 0 for absent ones."""
+    both = (kept, meta), (pruned, two_four.complement(meta))
+    return functools.reduce(torch.add, [two_four.unpack(unsharded(x), of) for x, of in both if x is not None])

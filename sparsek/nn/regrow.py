@@ -19,7 +19,6 @@ from sparsek.core import arguments
 from sparsek.core.errors import InvalidInput
 from sparsek.core.handshake import Facts, agreed
 from sparsek.core.tracing import outside_inference, reads_values
-from sparsek.nn.agreement import ALIKE
 from sparsek.nn.parameter import (
     PLAIN,
     begin_anew,
@@ -44,6 +43,7 @@ SPLIT = (
     "this layer is split over a mesh, and a rank has a part of its weight; take layer.gathered(), the layer of one "
     "process, or load sk.distributed.full_state_dict into its model, and apply the style to that afterwards"
 )
+ALIKE = "load the same state dict on every rank, or give all the same pattern"
 
 
 class Regrown(nn.Module):
@@ -256,7 +256,7 @@ def swap(
 
 def _norms(values: Tensor, pattern: BlockPattern) -> Tensor:
     """The Frobenius norms of the stored blocks, [Mb, Kb], and -1 for others. No sync."""
-    blocks = zero_outside(pattern, _whole(values))
+    blocks = zero_outside(pattern, unsharded(values))
     norms = BSR.unchecked(pattern, blocks).block_norms(dtype=torch.promote_types(values.dtype, torch.float32))
     grid = norms.new_full((pattern.grid[0] * pattern.grid[1],), -1)
     return grid.index_copy_(0, _cells(pattern), norms).view(pattern.grid)
@@ -382,12 +382,12 @@ def ranks_of(layer: Any) -> Any:
     return values.device_mesh.get_group() if is_sharded(values) else layer._history.ranks()
 
 
-def _whole(x: Tensor) -> Tensor:
+def unsharded(x: Tensor) -> Tensor:
     """All blocks, on every rank."""
     return x.detach().full_tensor() if is_sharded(x) else x.detach()  # type: ignore[attr-defined]
 
 
-def _sharded(blocks: Tensor, like: Any) -> Tensor:
+def sharded_like(blocks: Tensor, like: Any) -> Tensor:
     """Blocks, which every rank has, as those of another tensor lie."""
     if not is_sharded(like):
         return blocks
@@ -465,7 +465,7 @@ def change(layer: Any, given: Any, optimizer: Optimizers) -> None:
         return
     pattern, move = found
     states = [(x.state[values], _carried(x, values, move)) for x in optimizers if _has_state(x, values)]
-    blocks = _sharded(zero_outside(pattern, move(_whole(values))), values)
+    blocks = sharded_like(zero_outside(pattern, move(unsharded(values))), values)
     buffers = pattern.indptr.clone(), pattern.indices.clone()
     for state, parts in states:
         state.update(parts)
@@ -545,12 +545,12 @@ def _carried(optimizer: Optimizer, values: nn.Parameter, move: Move) -> dict[Any
             if part is not None and not isinstance(part, (bool, int, float, str)):
                 raise _refusal(optimizer, f"{name!r}, a {type(part).__name__}")
         elif part.ndim:  # else a counter
-            given, part = part, _whole(part)
+            given, part = part, unsharded(part)
             plain = type(part) in PLAIN and part.layout == torch.strided and part.is_floating_point()
             if not plain or part.shape[0] != count or tuple(part.shape[1:]) not in rests:
                 kind = str(part.dtype) if type(part) in PLAIN else f"{type(part).__name__} {part.dtype}"
                 raise _refusal(optimizer, f"{name!r}, {kind} {list(part.shape)}")
-            made[name] = _sharded(move(part, _fresh(optimizer, values, name)), given)
+            made[name] = sharded_like(move(part, _fresh(optimizer, values, name)), given)
     return made
 
 

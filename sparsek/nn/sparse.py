@@ -376,13 +376,14 @@ class SparseLinear(IndexedLayer):
 
         Elements keep their values: those that leave go to `pruned`, if there is one, and new elements come from it.
         Without `keep_pruned` the old ones are dropped, and new ones begin at 0. Gradients move along. Blocks stay.
+        Under FSDP2 all ranks call it together, and take the choice of the first.
 
         Args:
             scores: [out_features, in_features]; by default the magnitudes of the weight with its pruned elements.
             optimizer: Its state for `values` and `pruned`, for example Adam's moments, moves along.
 
         Raises:
-            InvalidInput: For a weight that is not 2:4, or in FP8, and scores that do not fit.
+            InvalidInput: For a weight that is not 2:4, or in FP8, scores that do not fit, and an optimizer of others.
         """
         choose_again(self, scores, optimizer)
         self._checked = self._checked[0], CheckedTensor.of(self.metadata)

@@ -32,17 +32,22 @@ class Experts(nn.Module):
         return self.act_fn(gate) * up
 
 
+def sparse_experts(form: str) -> Any:
+    whole, made = Experts(6), {}
+    options = {**OPTIONS[form], **({"scope": "global"} if "bsr" in form else {})}
+    for name in ("gate_up_proj", "down_proj"):
+        weight = getattr(whole, name).detach().flatten(0, 1)
+        weight = weight.float() if "fp8" in form else weight
+        made[name] = sk.nn.SparseLinear.from_dense(weight, form, **options)
+    replace.swap(whole, made)
+    return whole
+
+
 def spread_experts(form: str, mesh: Any, **options: Any) -> tuple[Any, Any]:
     """Packed experts of one process, and spread over a mesh."""
     from torch.distributed.tensor.parallel import parallelize_module
 
-    whole, made = Experts(6), {}
-    of_form = {**OPTIONS[form], **({"scope": "global"} if "bsr" in form else {})}
-    for name in ("gate_up_proj", "down_proj"):
-        weight = getattr(whole, name).detach().flatten(0, 1)
-        weight = weight.float() if "fp8" in form else weight
-        made[name] = sk.nn.SparseLinear.from_dense(weight, form, **of_form)
-    replace.swap(whole, made)
+    whole = sparse_experts(form)
     return whole, parallelize_module(copy.deepcopy(whole), mesh, sk.distributed.ExpertsSparse(**options))
 
 

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 import sparsek as sk
+import tests.distributed.wrapped_layers  # its cases  # noqa: F401
 from sparsek.core.errors import InvalidInput, MeshError
 from sparsek.nn import gated, parallel_linear, replace
 from tests.distributed.ranks import run_ranks
@@ -170,65 +171,6 @@ def beside_torchs_styles_with_an_optimizer() -> None:
     near(other(x), split(x))
     split[:2].load_state_dict(model()[:2].state_dict())  # of one process
     near(split[:2](x), model()[:2](x))
-
-
-@case
-def patterns_change_under_fsdp2() -> None:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
-    rank = dist.get_rank()
-    whole: Any = nn.Sequential(layer_of("bsr", 256, 64, activation="gelu"), layer_of("bsr", 60, 256, 1))
-    split: Any = copy.deepcopy(whole)
-    for each in (*split, split):
-        fully_shard(each, mesh=init_device_mesh("cpu", (RANKS,)))
-    torch.manual_seed(7)
-    x = torch.randn(8, 64, dtype=torch.float64)
-    optimizers = [torch.optim.AdamW(each.parameters(), 0.01) for each in (whole, split)]
-
-    def step() -> None:
-        near(split(x), whole(x))
-        whole(x).square().mean().backward()
-        split(x.chunk(RANKS)[rank]).square().mean().backward()
-        for each in optimizers:
-            each.step()
-            each.zero_grad()
-
-    step()
-    for own, other in zip(whole, split, strict=True):
-        cells = torch.randperm(own.pattern.grid[0] * own.pattern.grid[1])
-        mask = (cells < own.pattern.nnzb).view(own.pattern.grid)
-        own.set_pattern(mask)
-        other.set_pattern(mask)
-        near(other.values.full_tensor(), own.values)
-    step()
-    layer, mask = split[0], whole[0].pattern.indptr.new_zeros(whole[0].pattern.grid, dtype=torch.bool)
-    mask.view(-1)[rank // 2 : rank // 2 + whole[0].pattern.nnzb] = True
-    raises("differ between ranks: rank 0 has 16 blocks", lambda: layer.set_pattern(mask))
-    raises("on rank 3: pattern has shape", lambda: layer.set_pattern(mask if rank < 3 else mask[:1]))
-    raises("room for the 16 blocks", lambda: layer.set_pattern(torch.ones_like(mask)))
-    mask.view(-1)[rank // 2 : 1 + rank // 2] = False
-    mask.view(-1)[1 : 1 + layer.pattern.nnzb] = True
-    other = torch.optim.SGD(split.parameters(), 0.1, momentum=0.9)
-    other.state[layer.values] = {"momentum_buffer": torch.zeros_like(layer.values)} if rank == 2 else {}
-    raises("without state", lambda: layer.set_pattern(mask, other))
-    schedules = [sk.nn.PatternSchedule(x, end=9, every=1, swapped=0.5) for x in (whole, split)]
-    with schedules[0].gradients(), schedules[1].gradients():
-        near(split(x), whole(x))
-        whole(x).square().mean().backward()
-        split(x.chunk(RANKS)[rank]).square().mean().backward()
-    for schedule, optimizer in zip(schedules, optimizers, strict=True):
-        assert schedule.step(optimizer)
-        optimizer.step()
-        optimizer.zero_grad()
-    for own, other in zip(whole, split, strict=True):
-        assert own.pattern.same_as(other.pattern)
-        near(other.values.full_tensor(), own.values)
-    step()
-    sk.distributed.check_patterns(split)
-    split[0].unshard()
-    raises("reshard", lambda: layer.set_pattern(mask))
-    split[0].reshard()
 
 
 @case
@@ -452,28 +394,6 @@ def patterns_of_split_layers_stay() -> None:
             lambda layer=layer: layer.to_dense(),
         ):
             raises("gathered", work)
-
-
-@case
-def patterns_of_ranks_agree() -> None:
-    from torch.nn.parallel import DistributedDataParallel
-
-    rank = dist.get_rank()
-    model = DistributedDataParallel(nn.Sequential(layer_of("bsr", 64, 64), layer_of("semi24", 64, 64)))
-    sk.distributed.check_patterns(model)
-    layer = model.module[0]
-    layer.prune_(0.25)
-    sk.distributed.check_patterns(model)
-    layer.grow_(2 if rank == 1 else 4, by="random", generator=torch.Generator().manual_seed(0))
-    raises(
-        "'module.0' differ between ranks: rank 0 has 64x64 with", lambda: sk.distributed.check_patterns(model)
-    )
-    layer.set_pattern((torch.arange(2) == rank % 2).expand(4, 2))
-    quiet = DistributedDataParallel(model.module, init_sync=False)
-    quiet.broadcast_buffers = False
-    schedule = sk.nn.PatternSchedule(model.module, end=4, keep=0.1)
-    quiet(torch.randn(2, 64, dtype=torch.float64))
-    raises("'0' differ between ranks", schedule.step)
 
 
 def _work(rank: int) -> str:
