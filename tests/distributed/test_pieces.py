@@ -286,6 +286,7 @@ def order_of_sums(part: Part, batch: int, dim: int) -> Sums:
                     assert 0 <= entry - mask.partial.starts[row] < mask.partial.counts[row]
                     assert mask.partial.indices[entry] == key // bk
                 tile, head = of_tiles[lists][pos // bq], h + place.first * group
+                assert entry == FULL or len(of_tile) < masked * (1 if bq == 128 else 2)
                 of_tile.append((head, tile, entry != FULL))
                 found.queries[b, head, tile].append((ticket, of_blocks[lists][key // bk]))
                 waits[-1].append((b, h, pos, key, entry, ticket))
