@@ -75,8 +75,7 @@ class ColwiseSparse(ParallelStyle):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         def plan() -> list[tuple[Any, Split]]:
             layer = _splittable(module, type(self).__name__)
-            step = _step(layer, self.side)
-            sizes = _sizes(self.split, device_mesh.size(), [(layer, self.side)], step)
+            sizes = self._sizes([(layer, self.side)], device_mesh)
             made = Split(
                 device_mesh, self.side, sizes, self.input_layouts, self.output_layouts, self.use_local_output
             )
@@ -85,6 +84,17 @@ class ColwiseSparse(ParallelStyle):
 
         _split_all(plan, device_mesh, self.src_data_rank, repr(self))
         return module
+
+    def _sizes(self, parts: Sequence[tuple[Any, Side]], mesh: DeviceMesh) -> tuple[int, ...]:
+        """The features of each rank, of layers that are split together."""
+        total, *others = found = [_features(*each) for each in parts]
+        if any(each != total for each in others):
+            raise InvalidInput(
+                f"gate, up and down have {', '.join(map(str, found))} features in the middle, which must be one number"
+            )
+        step = lcm(*(_step(*each) for each in parts))
+        weights: Any = sum(_stored(*each, step) for each in parts)
+        return _sizes(self.split, mesh.size(), total, weights, step, "features")
 
     def __repr__(self) -> str:
         return (
@@ -154,8 +164,7 @@ class GatedSparse(ColwiseSparse):
                 for name in (form.gate, form.up, *form.tail)
             )
             parts: Any = [(gate, "rows"), (up, "rows"), (down, "columns")]
-            step = lcm(*(_step(*each) for each in parts))
-            sizes = _sizes(self.split, device_mesh.size(), parts, step)
+            sizes = self._sizes(parts, device_mesh)
             middle = Split(device_mesh, "rows", sizes, None, None, True)
             last = Split(device_mesh, "columns", sizes, None, self.output_layouts, self.use_local_output)
             _check_layouts(last)
@@ -191,10 +200,9 @@ class ExpertsSparse(ColwiseSparse):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         experts: Any = module
-        counts: list[tuple[int, ...]] = []
+        names = packed_names(experts)
 
         def plan() -> list[tuple[Any, Split]]:
-            names = packed_names(experts)
             for each in (self.input_layouts, self.output_layouts):
                 if each not in (Replicate(), Shard(0)):
                     raise InvalidInput(f"ExpertsSparse takes layouts Replicate() and Shard(0), got {each}")
@@ -204,17 +212,19 @@ class ExpertsSparse(ColwiseSparse):
                 )
             layers = [_splittable(experts._modules.get(name), f"ExpertsSparse, {name}") for name in names]
             total = experts.num_experts
-            weights = sum(_stored(each, "rows", each.out_features // total) for each in layers)
-            counts.append(_shares(self.split, total, device_mesh.size(), weights))
-            sizes = [tuple(each * (x.out_features // total) for each in counts[0]) for x in layers]
+            weights: Any = sum(_stored(each, "rows", each.out_features // total) for each in layers)
+            counts = _sizes(self.split, device_mesh.size(), total, weights, 1, "experts")
+            sizes = [tuple(each * (x.out_features // total) for each in counts) for x in layers]
             return [
                 (x, Split(device_mesh, "rows", y, None, None, True))
                 for x, y in zip(layers, sizes, strict=True)
             ]
 
         _split_all(plan, device_mesh, self.src_data_rank, repr(self))
+        first = experts._modules[names[0]]
+        counts = tuple(each * experts.num_experts // first.out_features for each in first._split.sizes)
         layouts = self.input_layouts, self.output_layouts, self.use_local_output
-        return spread_experts(experts, Split(device_mesh, "columns", counts[0], *layouts))
+        return spread_experts(experts, Split(device_mesh, "columns", counts, *layouts))
 
 
 class _Entry:
@@ -291,54 +301,27 @@ def _features(layer: Any, side: Side) -> int:
     return layer.out_features if side == "rows" else layer.in_features
 
 
-def _sizes(split: Any, ranks: int, parts: Sequence[tuple[Any, Side]], step: int) -> tuple[int, ...]:
-    """The features of each rank. InvalidInput where they are no whole steps, or a rank would have none."""
-    total = _features(*parts[0])
-    if any(_features(*each) != total for each in parts):
-        raise InvalidInput(
-            f"gate, up and down have {', '.join(str(_features(*x)) for x in parts)} features in the middle, which must "
-            "be one number"
-        )
-    units, kind = -(-total // step), f"steps of {step} features"
-    if units < ranks:
-        raise InvalidInput(
-            f"{total} features are {units} {kind}, fewer than {ranks} ranks; use a smaller mesh"
-        )
+def _sizes(split: Any, ranks: int, total: int, weights: np.ndarray, step: int, of: str) -> tuple[int, ...]:
+    """How much of a total each rank has, in whole steps. InvalidInput where one would have none.
+
+    `weights`: the stored elements of each step.
+    """
+    steps = f"{total} {of}" if step == 1 else f"{total} {of}, {total / step:g} steps of {step},"
+    if len(weights) < ranks:
+        raise InvalidInput(f"{steps} are fewer than {ranks} ranks; use a smaller mesh")
     if split == "even":
         if total % (step * ranks):
             raise InvalidInput(
-                f"{total} features are {total / step:g} {kind}, which do not divide by {ranks} ranks; use "
-                'split="balanced", or a mesh that divides them'
+                f'{steps} do not divide by {ranks} ranks; use split="balanced", or a mesh that divides them'
             )
         return (total // ranks,) * ranks
     if split == "balanced":
-        weights = sum(_stored(layer, side, step) for layer, side in parts)
-        counts = balanced(weights, ranks)  # type: ignore[arg-type]
-        ends = [min(total, step * sum(counts[: at + 1])) for at in range(ranks)]
-        return tuple(b - a for a, b in zip([0, *ends], ends, strict=False))
+        ends = np.cumsum([0, *balanced(weights, ranks)]) * step
+        return tuple(np.diff(np.minimum(ends, total)).tolist())
     if len(split) != ranks or sum(split) != total or any(each % step for each in split[:-1]):
         raise InvalidInput(
-            f"split is {list(split)}; it must be {ranks} numbers, one for each rank, that add up to {total}, and all "
-            f"but the last multiples of {step}"
-        )
-    return split
-
-
-def _shares(split: Any, total: int, ranks: int, weights: Any) -> tuple[int, ...]:
-    """How many experts each rank has."""
-    if total < ranks:
-        raise InvalidInput(f"{total} experts are fewer than {ranks} ranks; use a smaller mesh")
-    if split == "balanced":
-        return tuple(balanced(weights, ranks))
-    if split == "even":
-        if total % ranks:
-            raise InvalidInput(
-                f'{total} experts do not divide by {ranks} ranks; use split="balanced", or a mesh that divides them'
-            )
-        return (total // ranks,) * ranks
-    if len(split) != ranks or sum(split) != total:
-        raise InvalidInput(
-            f"split is {list(split)}; it must be {ranks} numbers that add up to {total} experts"
+            f"split is {list(split)}; it must be {ranks} numbers, one for each rank, that add up to {total} {of}, and "
+            f"all but the last multiples of {step}"
         )
     return split
 

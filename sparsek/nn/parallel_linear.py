@@ -145,7 +145,6 @@ class ParallelLinear(Fitted):
             check_given(own, own.in_features, split, x, f"{kind} residual", why=why)
         if split.side == "rows":
             x = x if split.inputs is None else everywhere(x, split)
-            _check_width(x, own.in_features, own)
             bias = None if bias is None else bias.to_local()[: split.sizes[split.rank]]
             stays = split.outputs is None or is_last(split.outputs, x.ndim)
             fused = residual if stays and not isinstance(residual, DTensor) else None
@@ -156,7 +155,6 @@ class ParallelLinear(Fitted):
             y = y if stays else _spread_output(y, split)
             return _finished(y, split, "", residual if fused is None else None, sizes)
         x = x if split.inputs is None else _own_columns(x, split)
-        _check_width(x, split.sizes[split.rank], own)
         y = linear(x, self.weight)
         assert split.outputs is not None
         sizes = (*y.shape,)
@@ -174,7 +172,6 @@ class ParallelLinear(Fitted):
     def gathered(self) -> Any:
         """Return the SparseLinear of one process, with the tensors of all ranks. Every rank must call this."""
         own: Any = self
-        split: Split = own._split
         tensors = {**own._parameters, **own._buffers}
         with torch.no_grad():
             parts = {x: whole_of(own, x, full(each)) for x, each in tensors.items() if is_split(each)}
@@ -186,7 +183,6 @@ class ParallelLinear(Fitted):
         made._dtype = own._dtype
         for name, parameter in made.named_parameters():
             parameter.requires_grad_(own._parameters[name].requires_grad)
-        assert split.mesh is not None
         return made.train(own.training)
 
     def _refuse(self, *_: Any, **__: Any) -> NoReturn:
@@ -199,16 +195,7 @@ class ParallelLinear(Fitted):
         split = self._split
         return f"{super().extra_repr()}, {split.side} of {list(split.sizes)} over {split.mesh.size()} ranks"  # type: ignore[misc]
 
-    def _load_from_state_dict(
-        self,
-        state_dict: Any,
-        prefix: str,
-        local_metadata: Any,
-        strict: bool,
-        missing_keys: list[str],
-        unexpected_keys: list[str],
-        error_msgs: list[str],
-    ) -> None:
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
         """Load the tensors of this layer, split alike, or those of one process, of the same pattern."""
         own: Any = self
         made = dict(unguarded(state_dict, prefix))
@@ -223,11 +210,9 @@ class ParallelLinear(Fitted):
                 if isinstance(given, Tensor) and now is not None:
                     made[prefix + name] = _loadable(own, name, now, given, parts is None)
         except InvalidInput as error:
-            error_msgs.append(f"{prefix or type(self).__name__}: {error}")
+            rest[-1].append(f"{prefix or type(self).__name__}: {error}")  # its messages of errors
             return
-        nn.Module._load_from_state_dict(
-            own, made, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
-        )
+        nn.Module._load_from_state_dict(own, made, prefix, *rest)
 
 
 def is_split(x: Any) -> bool:
@@ -396,8 +381,7 @@ def whole_of(layer: Any, name: str, whole: Tensor) -> Tensor:
     """The tensor of one process, of the shards of all ranks beside each other."""
     split: Split = layer._split
     held = layer._buffers.get(name) if name in layer._buffers else layer._parameters[name]
-    if whole.shape != held.shape:
-        raise InvalidInput(f"a tensor for {name} is {list(whole.shape)}, and they are {list(held.shape)}")
+    _check_sizes(name, whole, [*held.shape])
     if name == "bias" and split.side == "columns":
         return whole.clone()
     dim, along, counts = _shares(layer, name)
@@ -425,14 +409,6 @@ def _scale_part(layer: Any, scale: Tensor, part: Any) -> Tensor:
 def is_last(layout: Placement | None, ndim: int | None) -> bool:
     """Whether a layout splits the features."""
     return isinstance(layout, Shard) and (layout.dim == -1 or (ndim is not None and layout.dim == ndim - 1))
-
-
-def _check_width(x: Tensor, width: int, layer: Any) -> None:
-    if x.shape[-1] != width:
-        raise InvalidInput(
-            f"x has {x.shape[-1]} features on rank {layer._split.rank} of the mesh, where the layer takes {width}; see "
-            "the input layout of its style"
-        )
 
 
 @torch._disable_dynamo

@@ -99,6 +99,7 @@ def experts_of_ranks() -> None:
     whole, split = spread_experts(
         "bsr", mesh, input_layouts=Shard(0), output_layouts=Shard(0), split=(1, 3, 1, 1)
     )
+    split = copy.deepcopy(split)
     for sizes, top in (((5, 0, 9, 2), 3), ((0, 0, 1, 0), 2), ((0, 0, 0, 0), 1)):
         given = routed(sum(sizes), top)
         if top == 2:
