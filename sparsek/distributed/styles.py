@@ -234,10 +234,11 @@ class _Entry:
         self.split, self.first = split, first
 
     def __call__(self, module: Any, given: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        if len(given) + len(named) != 1:
-            raise InvalidInput(f"{type(module).__name__}, which GatedSparse has split, takes x only")
-        (x,) = (*given, *named.values())
-        check_given(module, module._modules[self.first].in_features, self.split, x)
+        x, *others = (*given, *named.values(), None)
+        why = (
+            "" if others == [None] else f"{type(module).__name__}, which GatedSparse has split, takes x only"
+        )
+        check_given(module, module._modules[self.first].in_features, self.split, x, why=why)
         return (everywhere(x, self.split),), {}
 
 

@@ -20,7 +20,7 @@ import tests.distributed.wrapped_layers  # its cases  # noqa: F401
 from sparsek.core.errors import InvalidInput, MeshError
 from sparsek.nn import gated, parallel_linear, replace
 from tests.distributed.ranks import run_ranks
-from tests.distributed.split_experts import routed, spread_experts  # and its cases
+from tests.distributed.split_experts import routed, sparse_experts, spread_experts  # and its cases
 from tests.distributed.split_layers import (
     CASES,
     MLP,
@@ -247,7 +247,7 @@ def calls_that_differ_between_ranks_are_refused_on_all() -> None:
     wide = torch.randn(4, 128, dtype=torch.float64)
     near(split(x=wide), split(wide))
     raises("'x' differ between ranks", lambda: split(wide[: 1 + rank // 2]))
-    raises("takes x only", lambda: split(wide, wide))
+    raises("on rank 2: MLP, which", lambda: split(wide, wide) if rank == 2 else split(wide))
 
 
 @case
@@ -462,3 +462,26 @@ def test_balanced_groups_are_as_light_as_possible() -> None:
             best = min(max(sum(weights[a:b]) for a, b in itertools.pairwise(e)) for e in ends)
             at = [sum(found[:i]) for i in range(parts + 1)]
             assert max(sum(weights[a:b]) for a, b in itertools.pairwise(at)) == best
+
+
+@pytest.mark.gpu
+def test_one_gpu_over_nccl_has_the_experts_of_one_process() -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard
+
+    here = torch.device("cuda", 0)
+    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1, device_id=here)
+    try:
+        options = {"input_layouts": Shard(0), "output_layouts": Shard(0)}
+        whole: Any = sparse_experts("semi24").to(here, torch.bfloat16)
+        split: Any = copy.deepcopy(whole)
+        sk.distributed.ExpertsSparse(**options)._apply(split, init_device_mesh("cuda", (1,)))
+        x, g, index, weights = (each.to(here) for each in routed(200, 2))
+        given = [each.bfloat16().requires_grad_() for each in (x, weights)]
+        y, found = (each(given[0], index, given[1]) for each in (whole, split))
+        torch.testing.assert_close(found, y, rtol=0.02, atol=0.02)
+        grads = (torch.autograd.grad(each, given, g.bfloat16()) for each in (y, found))
+        for a, b in zip(*grads, strict=True):
+            torch.testing.assert_close(a, b, rtol=0.02, atol=0.02)
+    finally:
+        dist.destroy_process_group()
