@@ -298,17 +298,19 @@ def weighted_sum(
     `counts`: the number of tokens of each expert, where the host has them.
     """
     count, top = experts.num_experts, top_k_index.shape[-1]
-    ids = top_k_index.reshape(-1)
+    ids = top_k_index.reshape(-1).long()
     order = ids.argsort(stable=True)
     if counts is None:
-        counts = torch.bincount(ids, minlength=count).tolist()[:count]  # waits for the device
+        counted = ids.new_zeros(count + 1).scatter_add_(0, ids.clamp(max=count), torch.ones_like(ids))
+        counts = counted.tolist()[:count]  # waits for the device, and bincount would wait twice
     order = order[: sum(counts)]
     sizes = [padded(each) for each in counts]
     shifts, shift = [], 0
     for size, each in zip(sizes, counts, strict=True):
         shifts.append(shift)
         shift += size - each
-    ahead = torch.tensor(shifts, device=ids.device)[ids[order]]
+    staged = torch.tensor(shifts, device="cpu", pin_memory=ids.is_cuda)
+    ahead = staged.to(ids.device, non_blocking=True)[ids[order]]
     places = torch.arange(len(order), device=ids.device) + ahead
     rows = ids.new_zeros(sum(sizes), dtype=torch.int64).index_copy(0, places, order // top)
     x = hidden_states[rows]
