@@ -9,6 +9,7 @@ parallelize_module(model, mesh, {"up": sk.distributed.ColwiseSparse(), "down": s
 """
 
 from sparsek.distributed.attention import attention
+from sparsek.distributed.module import MeshFlexAttention
 from sparsek.distributed.plan import MeshPlan
 from sparsek.distributed.planning import plan
 from sparsek.distributed.sequence import positions, shard_sequence, unshard_sequence
@@ -21,6 +22,7 @@ __all__ = [
     "ColwiseSparse",
     "ExpertsSparse",
     "GatedSparse",
+    "MeshFlexAttention",
     "MeshPlan",
     "RowwiseSparse",
     "Simulated",

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, NamedTuple, cast, overload
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast, overload
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from sparsek.attn.mask.convert.argument import of_flex
 from sparsek.attn.mask.mask import BlockMask
 from sparsek.attn.mask.operands import check_tensors
 from sparsek.attn.mask.rule import MaskRule
@@ -26,7 +27,7 @@ from sparsek.distributed.dtensors import PlacedOperands
 from sparsek.distributed.gather import gathered
 from sparsek.distributed.heads import by_heads
 from sparsek.distributed.pieces import at_ends, refuse_ends
-from sparsek.distributed.plan import MeshPlan, once
+from sparsek.distributed.plan import MASKS, MeshPlan, once
 from sparsek.distributed.planning import groups_of, plan_here
 from sparsek.distributed.selection import (
     checked_documents,
@@ -37,6 +38,9 @@ from sparsek.distributed.selection import (
     with_whole_mask,
 )
 
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask as FlexMask
+
 NAME = "sk.distributed.attention"
 
 
@@ -45,7 +49,7 @@ def attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    mask: MeshPlan | BlockMask | MaskRule,
+    mask: MeshPlan | BlockMask | MaskRule | FlexMask,
     *,
     plan: MeshPlan | None = None,
     mesh: Any = None,
@@ -65,7 +69,7 @@ def attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    mask: MeshPlan | BlockMask | MaskRule,
+    mask: MeshPlan | BlockMask | MaskRule | FlexMask,
     *,
     plan: MeshPlan | None = None,
     mesh: Any = None,
@@ -85,7 +89,7 @@ def attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    mask: MeshPlan | BlockMask | MaskRule,
+    mask: MeshPlan | BlockMask | MaskRule | FlexMask,
     *,
     plan: MeshPlan | None = None,
     mesh: Any = None,
@@ -118,7 +122,8 @@ def attention(
         mask: Which keys a query sees.
 
             - A plan of `sk.distributed.plan`: its mask, or what its policy chooses.
-            - With `plan` or `mesh` a `BlockMask` of the whole sequence.
+            - With `plan` or `mesh` a `BlockMask` of the whole sequence, or one of FlexAttention, as in
+              `BlockMask.from_flex`.
             - With `plan` `TokenLists` of this rank's own queries, which the ranks exchange; of DTensors those of their
               local queries.
             - With `plan` a `MaskPolicy`, with top-k by block means, which the ranks exchange.
@@ -224,6 +229,7 @@ def _planned(mask: Any, plan: Any, mesh: Any, how: Any) -> tuple[MeshPlan, MaskR
         )
     if planned:
         return mask, mask.rule
+    mask = of_flex(mask) or mask
     if isinstance(mask, BlockMask) and plan is None:
         how = "gather" if how is None else how
         key = (
@@ -233,7 +239,7 @@ def _planned(mask: Any, plan: Any, mesh: Any, how: Any) -> tuple[MeshPlan, MaskR
         )  # of the groups: meshes of groups that are gone are equal to new ones
         return mask.derived(key, lambda: plan_here(mask, mesh, how)), None
     if isinstance(plan, MeshPlan) and isinstance(mask, BlockMask):
-        return plan.with_mask(mask), None
+        return once(plan._masks, mask, lambda: plan.with_mask(mask), MASKS), None
     if isinstance(plan, MeshPlan) and isinstance(mask, MaskRule):
         return plan, mask
     raise InvalidInput(

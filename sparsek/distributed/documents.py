@@ -90,10 +90,12 @@ def _with_keys(plan: MeshPlan, deal: Deal) -> MeshPlan:
     """The plan with another deal of keys."""
     parts = plan._parts
     if parts.sequence is None or parts.heads is None:
-        return replace(plan, _parts=replace(parts, keys=deal, kept={}), _kept={})
+        return replace(plan, _parts=replace(parts, keys=deal, kept={}), _kept={}, _masks={})
     columns = parts.heads.ranks
     sequence = _with_keys(
         parts.sequence, Deal(deal.length, deal.unit, deal.owner // columns, deal.ranks // columns)
     )
     heads = _with_keys(parts.heads, row_of(deal, columns, plan._here // columns))
-    return replace(plan, _parts=MeshParts(parts.queries, deal, parts.group, sequence, heads), _kept={})
+    return replace(
+        plan, _parts=MeshParts(parts.queries, deal, parts.group, sequence, heads), _kept={}, _masks={}
+    )

@@ -24,6 +24,7 @@ Made = TypeVar("Made")
 MOST = 1 << 16  # heads, and numbers of a head
 MOST_BYTES = 1 << 62
 KEPT = 64  # results of a plan, such as the exchanges of one batch size
+MASKS = 4  # other masks that calls with a plan have, and their plans
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,6 +70,7 @@ class MeshPlan:
     rule: MaskRule | None
     _parts: MeshParts
     _kept: dict[Any, Any] = field(default_factory=dict)
+    _masks: dict[Any, MeshPlan] = field(default_factory=dict)
 
     @property
     def ranks(self) -> int:
@@ -114,7 +116,7 @@ class MeshPlan:
     def _of(self, mask: BlockMask) -> MeshPlan:
         sequence, heads = (each and each._of(mask) for each in (self._parts.sequence, self._parts.heads))
         parts = replace(self._parts, sequence=sequence, heads=heads)
-        return replace(self, mask=mask, rule=None, _parts=parts, _kept={})
+        return replace(self, mask=mask, rule=None, _parts=parts, _kept={}, _masks={})
 
     @property
     def _here(self) -> int:
@@ -320,10 +322,10 @@ class MeshPlan:
         return f"MeshPlan({self.how}, {self.ranks} ranks, imbalance {self.imbalance:.3f}, {self.mask!r})"
 
 
-def once(kept: dict[Any, Any], key: Any, make: Callable[[], Made]) -> Made:
+def once(kept: dict[Any, Any], key: Any, make: Callable[[], Made], most: int = KEPT) -> Made:
     """What `make()` returned under this key, made outside of inference mode, whose tensors no backward pass saves."""
     if key not in kept:
-        while len(kept) >= KEPT:
+        while len(kept) >= most:
             drop_oldest(kept)
         with torch.inference_mode(False):
             kept[key] = make()

@@ -8,6 +8,7 @@ import numpy as np
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from sparsek.attn.mask.convert.argument import of_flex
 from sparsek.attn.mask.mask import BlockMask
 from sparsek.attn.mask.rule import MaskPolicy, MaskRule
 from sparsek.attn.mask.token_lists import TokenLists
@@ -35,7 +36,8 @@ def plan(
     refuses, all do.
 
     Args:
-        mask: A `BlockMask` of the whole sequence, on any device, whose lists are read on the host once. Or, with
+        mask: A `BlockMask` of the whole sequence, on any device, whose lists are read on the host once, or one of
+            FlexAttention, as in `BlockMask.from_flex`. Or, with
             `length`, a `MaskPolicy`, or a policy of `sk.policies`. A policy that reads q and k chooses in each call,
             and the tokens are distributed by all blocks from which it may choose. By "gather" and "both" only
             `MaskPolicy(topk=...)` may read q and k.
@@ -83,6 +85,7 @@ def plan_here(mask: Any, mesh: Any, how: Any, *, length: Any = None, tolerance: 
 
 def _resolved(mask: Any, length: Any) -> tuple[BlockMask, MaskRule | None]:
     """The mask of a whole sequence, and the rule that chooses within it."""
+    mask = of_flex(mask) or mask
     if isinstance(mask, TokenLists) or not isinstance(mask, (BlockMask, MaskRule)):
         also = (
             "; lists go to attention(q, k, v, lists, plan=plan), those of the rank's own queries"

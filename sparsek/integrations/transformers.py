@@ -47,6 +47,7 @@ from sparsek.integrations.transformers_masks import (
     model_mask,
     packed_mask,
 )
+from sparsek.integrations.transformers_mesh import MeshMask, mesh_inputs
 from sparsek.integrations.transformers_paged import paged
 from sparsek.integrations.transformers_steps import (
     EVERY,
@@ -59,6 +60,8 @@ from sparsek.integrations.transformers_steps import (
     step,
 )
 from sparsek.nn import savers
+
+__all__ = ["mesh_inputs", "sparsek_attention", "sparsek_mask"]
 
 NAME, RESTARTS = "sparsek", Restarts()
 REFUSED = {
@@ -124,6 +127,8 @@ def sparsek_mask(
     Raises:
         InvalidInput: For arguments that transformers does not pass, and for unknown options in config.sparsek.
     """
+    if isinstance(attention_mask, MeshMask):
+        return attention_mask.of_layers(mask_function, config)
     if isinstance(attention_mask, ModelMask):  # generate() has made it
         return attention_mask
     wanted = PairsRequest(
@@ -305,6 +310,10 @@ def sparsek_attention(
         if options.get(name) is not None and options[name] is not False:
             raise InvalidInput(f'attn_implementation="{NAME}" does not have {what}; "eager" does')
     settings = {"scale": scaling, **_scores(options)}
+    if isinstance(attention_mask, MeshMask):
+        if in_pages or options.get("block_indices") is not None:
+            raise InvalidInput("over a mesh there is no continuous batching, and no layer may choose blocks")
+        return attention_mask.attended(query, key, value, settings), None
     if in_pages:
         if options.get("block_indices") is not None:
             raise InvalidInput(

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.nn.attention.flex_attention import create_block_mask
 
 import sparsek as sk
 
@@ -258,3 +259,70 @@ def of_dtensors(name: str, mesh: Any) -> tuple[list[Tensor], bool]:
     found: list[Any] = learned(attend, [*given, sink], sinks=False)
     alike = [isinstance(x, DTensor) and list(x.placements) == placements for x in found]
     return [x.full_tensor() for x in found], all(alike)
+
+
+class FlexBlock(torch.nn.Module):
+    """Attention as torchtitan has it: projections around a module that is called with a block mask."""
+
+    def __init__(self, inner_attention: torch.nn.Module, packed: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.qkv = torch.nn.Linear(8, 64, dtype=torch.float64)
+        self.inner_attention, self.packed = inner_attention, packed
+
+    def forward(self, x: Tensor, mask: Any) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (8, 8)).split((4, 2, 2), -2)
+        if not self.packed:
+            q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+            out, lse = self.inner_attention(
+                q, k, v, block_mask=mask, scale=0.3, return_lse=True, enable_gqa=True
+            )
+            return (out * lse.sigmoid()[..., None]).transpose(1, 2)
+        q, k, v = (x[0] for x in (q, k, v))
+        scaled: Callable[..., Tensor] = lambda out, lse: out * lse.sigmoid()[..., None]  # noqa: E731
+        return self.inner_attention(q, k, v, attention_masks=mask, scale=0.3, out_transform=scaled)[None]
+
+
+class FlexAlone(torch.nn.Module):
+    """The module of one process, on sk.attention."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, *, block_mask: Any, scale: float, **_: Any) -> Any:
+        return sk.attention(q, k, v, block_mask, scale=scale, return_lse=True)
+
+
+def flex_mask() -> Any:
+    return create_block_mask(
+        lambda b, h, q, k: (q >= k) & (q // 70 == k // 70), None, None, N, N, device="cpu"
+    )
+
+
+def tokens() -> Tensor:
+    return torch.randn(1, N, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+
+
+def flex_over_ranks(group: Any) -> dict[str, list[Tensor]]:
+    """The output and the gradient of the projections, of a mask in each call and of a plan in each call."""
+    d, mask = sk.distributed, flex_mask()
+    plan, found = d.plan(sk.MaskPolicy(), group, length=N), {}
+    for name, inner, given in (
+        ("masks", sk.distributed.MeshFlexAttention(plan, pieces=2), mask),
+        ("plans", sk.distributed.MeshFlexAttention(), d.plan(mask, group)),
+        ("of the module", sk.distributed.MeshFlexAttention(d.plan(mask, group)), None),
+    ):
+        for packed in (False, True):
+            block, deal = FlexBlock(inner, packed), given if name == "plans" else inner.plan
+            out = block(d.shard_sequence(tokens(), deal, dim=1), given)
+            (out**2).sum().backward()
+            assert block.qkv.weight.grad is not None
+            dist.all_reduce(block.qkv.weight.grad, group=group)
+            whole = d.unshard_sequence(out.detach(), deal, dim=1)
+            found[f"{name}, {packed}"] = [whole, block.qkv.weight.grad]
+    return found
+
+
+def flex_alone() -> list[Tensor]:
+    block = FlexBlock(FlexAlone(), False)
+    out = block(tokens(), flex_mask())
+    (out**2).sum().backward()
+    assert block.qkv.weight.grad is not None
+    return [out.detach(), block.qkv.weight.grad]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
 from collections.abc import Callable
 from typing import Any
@@ -31,6 +32,8 @@ from tests.distributed.mesh_cases import (
     WHOLE,
     N,
     alone,
+    flex_alone,
+    flex_over_ranks,
     learned,
     lists_of,
     masks,
@@ -41,6 +44,12 @@ from tests.distributed.mesh_cases import (
     packed_over_ranks,
 )
 from tests.distributed.ranks import run_ranks
+from tests.refusals import refused
+
+if importlib.util.find_spec("transformers"):
+    from tests.distributed import mesh_models as models
+else:
+    models = None
 
 
 def _refused(call: Callable[[], Any]) -> tuple[str, str]:
@@ -204,6 +213,9 @@ def _work(rank: int) -> dict[Any, Any]:
     for case in CASES:
         name, way, sinks, heads, ranks = case
         found[case] = over_ranks(made[name], way, mesh if "both" in way else parts[ranks], sinks, heads)
+    found["flex"] = flex_over_ranks(parts[2])
+    if models is not None:
+        found["models"] = models.gemma_over_ranks(world), models.bert_over_ranks(world)
     found["packed"] = {name: packed_over_ranks(name, world, mesh) for name in PACKED}
     found["DTensors"] = {name: of_dtensors(name, mesh) for name in WHOLE}
     found |= {"faults": _faults(rank, mesh), **_whole_and_bits(rank, mesh)}
@@ -219,10 +231,10 @@ def found() -> list[dict[Any, Any]]:
     return run_ranks(RANKS, _work)
 
 
-def _same(found: list[Tensor], right: list[Tensor]) -> None:
+def _same(found: list[Tensor], right: list[Tensor], budget: float = 1e-12) -> None:
     assert len(found) == len(right)
     for a, b in zip(found, right, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-12)
+        torch.testing.assert_close(a, b, rtol=10 * budget, atol=budget)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case)))
@@ -246,6 +258,22 @@ def test_lists_and_policies_of_packed_documents(name: str, found: list[dict[Any,
     right = packed_alone(name)
     for each in found:
         _same(each["packed"][name], right)
+
+
+def test_models_of_transformers(found: list[dict[Any, Any]]) -> None:
+    if models is None:
+        pytest.skip("transformers is not installed")
+    gemma, bert = models.gemma_alone(), models.bert_alone()
+    for each in found:
+        _same(each["models"][0], gemma, 1e-7)  # losses and norms are in float32
+        _same([each["models"][1]], [bert])
+
+
+def test_modules_that_call_flex_attention(found: list[dict[Any, Any]]) -> None:
+    right = flex_alone()
+    for each in found:
+        for of_one in each["flex"].values():
+            _same(of_one, right)
 
 
 @pytest.mark.parametrize("name", WHOLE)
@@ -394,3 +422,14 @@ def test_plans_without_processes_are_only_looked_at() -> None:
     assert chosen.received(1, 4, 2, 64).max() <= plan.received(1, 4, 2, 64).max()
     with pytest.raises(InvalidInput, match="in units of 128 tokens"):
         plan.with_mask(sk.BlockMask.causal(1001))
+
+
+def test_a_module_over_a_mesh_refuses_other_plans_and_two_masks() -> None:
+    q, k, v, *_ = operands(64, 64)
+    plan, module = sk.distributed.plan(sk.BlockMask.causal(64), 2), sk.distributed.MeshFlexAttention
+    refused("sk.distributed.plan", module, plan.mask)
+    attend = module(plan)
+    refused("without processes", attend, q, k, v)
+    refused("pass a plan", module(), q, k, v, block_mask=plan.mask)
+    refused("give one", attend, q, k, v, block_mask=plan, attention_masks=plan)
+    refused("softcap=", attend, q, k, v, score_mod=lambda score, *at: score)

@@ -114,6 +114,37 @@ CALLS: dict[str, Call] = {
     "distributed.attention [heads]": Call(
         _attention("heads"), {"mask": RULES, "scale": "none int", "softcap": "int"}
     ),
+    "distributed.attention [documents]": Call(
+        lambda random: (
+            d.attention,
+            {
+                "q": heads(4)[:1], "k": heads(2)[:1], "v": heads(2)[:1], "mask": sk.MaskPolicy(topk=1, block=64),
+                "plan": _plan(), "cu_seqlens": torch.tensor([0, 30, heads(4).shape[2]]),
+            },
+        ),
+        {"mask": f"{RULES} TokenLists", "cu_seqlens": "none"},
+    ),
+    "distributed.MeshFlexAttention": Call(
+        lambda random: (
+            d.MeshFlexAttention,
+            {"plan": _plan(), "pieces": 2, "exact": False, "check": True, "softcap": 1.0},
+        ),
+        {"plan": "none", "pieces": "any", "exact": "any", "check": "any", "softcap": "any"},
+    ),
+    "distributed.MeshFlexAttention.forward": Call(
+        lambda random: (
+            d.MeshFlexAttention(_plan()).forward,
+            {
+                "q": heads(4), "k": heads(2), "v": heads(2), "block_mask": _plan(), "attention_masks": None,
+                "score_mod": None, "scale": 0.5, "enable_gqa": True, "return_lse": True, "out_transform": None,
+                "kernel_options": None,
+            },
+        ),
+        {
+            "block_mask": f"none {RULES} TokenLists", "attention_masks": "none", "scale": "none int",
+            "out_transform": "none", "score_mod": "none", "enable_gqa": "any", "kernel_options": "any",
+        },
+    ),
     "distributed.ColwiseSparse": Call(_split(d.ColwiseSparse), PLACED),
     "distributed.RowwiseSparse": Call(_split(d.RowwiseSparse), PLACED),
     "distributed.full_state_dict": Call(

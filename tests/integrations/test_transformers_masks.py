@@ -11,11 +11,14 @@ from tests.house.tools import need
 
 need("transformers")
 
+import sparsek as sk
 from sparsek.core.errors import InvalidInput
-from sparsek.integrations.transformers import sparsek_mask
+from sparsek.integrations.transformers import mesh_inputs, sparsek_mask
 from sparsek.integrations.transformers_config import policy_of
 from sparsek.integrations.transformers_masks import MaskRequest, ModelMask, Rules
+from sparsek.integrations.transformers_mesh import MeshMask
 from tests.integrations.models import masking_utils, transformers
+from tests.refusals import refused
 
 PACKED = torch.tensor([[0] * 30 + [1] * 100 + [2] * 20, [0] * 150])
 POSITIONS = torch.tensor([[*range(30), *range(100), *range(20)], [*range(150)]])
@@ -221,3 +224,41 @@ def test_padding_is_looked_at_as_far_as_the_keys_reach():
         here = there[:, kv_offset : kv_offset + length]
         assert [(end - start) for start, end, _ in found[0].tolist()] == here.sum(1).tolist()
         assert found[1]
+
+
+MESHED: dict[str, sk.BlockMask] = {
+    "causal documents": sk.MaskPolicy(block=64).packed(torch.tensor([0, 70, 150])),
+    "whole documents": sk.MaskPolicy(causal=False, block=64).packed(torch.tensor([0, 70, 150])),
+    "bits": sk.BlockMask.from_dense(torch.rand(1, 1, 150, 150) < 0.5, block=64),
+}
+
+
+@pytest.mark.parametrize("mask", MESHED)
+@pytest.mark.parametrize("name", ["causal", "bidirectional", "window", "window both ways"])
+def test_layers_over_a_mesh_have_their_own_mask_too(name: str, mask: str) -> None:
+    plan = sk.distributed.plan(MESHED[mask], 2)
+    found = sparsek_mask(
+        1, 70, 70, mask_function=KNOWN[name], attention_mask=MeshMask(plan, (1, 1, 70, 70), {})
+    )
+    assert isinstance(found, MeshMask)
+    own = torch.ones(150, 150, dtype=torch.bool)
+    if name != "bidirectional":
+        at = torch.arange(150)
+        own = KNOWN[name](0, 0, at[:, None], at)
+    assert torch.equal(found.plan.mask.to_dense()[0, 0], MESHED[mask].to_dense()[0, 0] & own)
+    assert (found.plan is plan) == (name == "bidirectional" or (name, mask) == ("causal", "causal documents"))
+
+
+def test_what_a_model_over_a_mesh_refuses() -> None:
+    plan, ids = sk.distributed.plan(MESHED["causal documents"], 2), torch.zeros(2, 150, dtype=torch.int64)
+    refused("attention_mask does not go", mesh_inputs, plan, input_ids=ids, attention_mask=torch.ones(2, 150))
+    refused(r"must be \[B, 150", mesh_inputs, plan, input_ids=ids[:, :70])
+    refused("got none", mesh_inputs, plan)
+    refused("without processes", mesh_inputs, plan, input_ids=ids)
+    refused("plan is", mesh_inputs, plan.mask, input_ids=ids)
+    mask = MeshMask(plan, (1, 1, 70, 70), {})
+    for function in (KNOWN["chunks"], KNOWN["packed"], UNKNOWN["a function of the model's"]):
+        with pytest.raises(InvalidInput, match="over a mesh layers are causal or not"):
+            mask.of_layers(function, None)
+    with pytest.raises(InvalidInput, match="plan with its mask"):
+        mask.of_layers(KNOWN["causal"], transformers.LlamaConfig(sparsek={"window": 64}))

@@ -450,6 +450,8 @@ def over_ranks() -> Any:
             found += [
                 d.attention(q, k, v, lists, plan=d.plan(sk.MaskPolicy(), dist.group.WORLD, how, length=200))
             ]
+            edges = torch.tensor([0, 90, 200], dtype=torch.int64, device="cpu")
+            found += [d.attention(q[:1], k[:1], v[:1], lists, plan=plan, cu_seqlens=edges)]
             found += [plan.received(2, 4, 2, 32).tolist(), d.positions(plan), d.unshard_sequence(q, plan)]
     return found, sk.distributed.simulate(window(), (1, 3), "heads")
 

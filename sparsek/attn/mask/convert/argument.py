@@ -165,9 +165,8 @@ def _converted(mask: Any, q: Tensor, k: Tensor) -> BlockMask:
     if isinstance(mask, Tensor):
         dense, lengths = values_of(mask, "mask"), (q.shape[2], k.shape[2])
         return _OF_TENSORS.get(dense, lengths, lambda: _of_tensor(dense, lengths)).here()
-    flex = sys.modules.get(FLEX)  # nobody has one of its masks without it
-    if flex is not None and isinstance(mask, flex.BlockMask):
-        return _of_flex(mask)
+    if (found := of_flex(mask)) is not None:
+        return found
     kind = type(mask)
     if callable(mask) and not isinstance(mask, type):
         raise InvalidInput(
@@ -191,8 +190,13 @@ def _of_tensor(dense: Tensor, lengths: tuple[int, int]) -> CachedMask:
     return CachedMask.of(BlockMask.from_dense(whole.expand(*whole.shape[:2], *lengths)))
 
 
-def _of_flex(mask: FlexMask) -> BlockMask:
-    """As BlockMask.from_flex; made anew where its lists, its `mask_mod` or something that this reads has changed."""
+def of_flex(mask: FlexMask | Any) -> BlockMask | None:
+    """As BlockMask.from_flex; made anew where its lists, its `mask_mod` or something that this reads has changed. None
+    for anything but a FlexAttention mask.
+    """
+    flex = sys.modules.get(FLEX)  # nobody has one of its masks without it
+    if flex is None or not isinstance(mask, flex.BlockMask):
+        return None
     lists = mask.kv_num_blocks, mask.kv_indices, mask.full_kv_num_blocks, mask.full_kv_indices
     read = (mask.mask_mod, *lists, *mask.seq_lengths, mask.BLOCK_SIZE)
     build = partial(BlockMask.from_flex, mask)
