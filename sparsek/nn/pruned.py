@@ -9,7 +9,6 @@ import functools
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from sparsek.core import arguments, dtypes
@@ -18,7 +17,7 @@ from sparsek.core.handshake import agreed
 from sparsek.core.tracing import saveable
 from sparsek.engine.call import transforms
 from sparsek.nn.forms import weight_and_bias
-from sparsek.nn.regrow import is_sharded, sharded_like, unsharded
+from sparsek.nn.regrow import is_sharded, of_first, ranks_of, sharded_like, unsharded
 from sparsek.products.formats import two_four
 from sparsek.products.formats.padding import tiles_of
 from sparsek.products.formats.semi24 import Semi24
@@ -74,8 +73,7 @@ def keep_pruned(layer: Any, dense: Any, decay: float) -> None:
 def choose_again(layer: Any, scores: Tensor | None, optimizer: torch.optim.Optimizer | None) -> None:
     """Choose what is stored anew: see `SparseLinear.choose_again`."""
     transforms.refuse("choose_again")
-    values = layer._parameters.get("values")
-    group = values.device_mesh.get_group() if is_sharded(values) else None
+    ranks = ranks_of(layer)
     parts: dict[str, list[Tensor | None]] = {}
     cells: Tensor | None = None
 
@@ -86,15 +84,14 @@ def choose_again(layer: Any, scores: Tensor | None, optimizer: torch.optim.Optim
             cells = _cells(layer, arguments.tensor("scores", scores, dtypes.FLOATS))
         return f"{[*parts]}, {'no ' * (scores is None)}scores"
 
-    if group is None:
-        check()
+    if is_sharded(layer._parameters.get("values")):
+        agreed("choose_again", ranks, check, "give all scores or none, and optimizers with the same state")
     else:
-        agreed("choose_again", [group], check, "give all scores or none, and optimizers with the same state")
+        check()
     old = layer.metadata.clone()
     kept, pruned = parts["values"]
     new = two_four.pack(_elements(kept, pruned, old) if cells is None else cells.to(old.device))[1]
-    if group is not None:
-        dist.broadcast(new, group=group, group_src=0)
+    of_first(new, ranks)
     for kept, pruned in parts.values():
         every = _elements(kept, pruned, old)
         for part, meta in ((kept, new), (pruned, two_four.complement(new))):
@@ -137,7 +134,7 @@ def _two_four(layer: Any, what: str) -> Any:
     if hasattr(values, "device_mesh") and (what == "keep_pruned" or not is_sharded(values)):
         raise InvalidInput(
             f"{what}: values of this layer are sharded; call keep_pruned before fully_shard, and choose_again under "
-            "FSDP2 over a mesh of one dimension"
+            "no other sharding than that of FSDP2"
         )
     return layer.weight.detach()
 

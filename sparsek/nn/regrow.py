@@ -59,8 +59,8 @@ class Regrown(nn.Module):
 
         In a process group give every rank the same pattern. DistributedDataParallel goes on where there are as many
         blocks as before, and an old loss is not refused then; else its next call raises InvalidInput until it is made
-        anew. Under FSDP2, over a mesh of one dimension, all ranks call this together, with a pattern of as many blocks
-        as before; every rank raises InvalidInput where theirs differ.
+        anew. Under FSDP2 all ranks call this together, with a pattern of as many blocks as before; every rank raises
+        InvalidInput where theirs differ.
 
         Args:
             pattern: A BlockPattern of the same shape and block, or a mask of blocks, bool [Mb, Kb], of what to store.
@@ -279,7 +279,7 @@ def _grown(
         scores = torch.rand(stored.numel(), dtype=torch.float32, device=stored.device, generator=generator)
     else:
         gradient = _GRADIENTS.get(layer)
-        if gradient is None and ranks is not None:  # the backward pass of this rank had no part of it
+        if gradient is None and ranks:  # the backward pass of this rank had no part of it
             kind = torch.promote_types(layer.values.dtype, torch.float32)
             gradient = torch.zeros(pattern.shape, dtype=kind, device=stored.device)
         if gradient is None:
@@ -288,11 +288,10 @@ def _grown(
                 '`with sk.nn.dense_gradients(model):`, not compiled, or grow by="random"'
             )
         gradient = gradient.to(stored.device)
-        if ranks is not None:
-            dist.reduce(gradient, group=ranks, group_dst=0)
+        for group in ranks:
+            dist.reduce(gradient, group=group, group_dst=0)
         scores = _block_norms(gradient, pattern)
-    if ranks is not None:
-        dist.broadcast(scores, group=ranks, group_src=0)
+    of_first(scores, ranks)
     free = scores.view(1, -1).masked_fill(stored.view(1, -1), -1)
     return _largest(free, count).view(pattern.grid) | stored
 
@@ -339,8 +338,8 @@ def ready(layer: Any) -> tuple[nn.Parameter, BlockPattern]:
         )
     if type(values) not in PLAIN and not is_sharded(values):
         raise InvalidInput(
-            f"values of this BlockSparseLinear are sharded, a {type(values).__name__}, otherwise than by FSDP2 over a "
-            "mesh of one dimension; change the pattern of the plain model, and shard it afterwards"
+            f"values of this BlockSparseLinear are sharded, a {type(values).__name__}, otherwise than by FSDP2; "
+            "change the pattern of the plain model, and shard it afterwards"
         )
     if is_functorch_wrapped_tensor(values):
         raise InvalidInput("the pattern of a layer cannot change inside torch.func; change it outside")
@@ -371,15 +370,23 @@ def _refuse_split(layer: Any) -> None:
 
 
 def is_sharded(x: Any) -> bool:
-    """Whether it is a DTensor of blocks over a mesh of one dimension, as FSDP2 makes it of values."""
-    mesh = getattr(x, "device_mesh", None)
-    return mesh is not None and mesh.ndim == 1 and x.placements[0].is_shard(0)
+    """Whether it is a DTensor of blocks as FSDP2 makes it of values; the first of two dimensions replicates."""
+    *first, last = getattr(x, "placements", (None,))
+    return last is not None and last.is_shard(0) and all(each.is_replicate() for each in first)
 
 
-def ranks_of(layer: Any) -> Any:
-    """The process group over which FSDP2 shards a layer, or of the DistributedDataParallel that calls it; or None."""
+def ranks_of(layer: Any) -> list[Any]:
+    """The process groups of FSDP2's mesh, one for each dimension, or of the DistributedDataParallel; or none."""
     values = layer._parameters.get("values")
-    return values.device_mesh.get_group() if is_sharded(values) else layer._history.ranks()
+    if is_sharded(values):
+        return [values.device_mesh.get_group(dim) for dim in range(values.device_mesh.ndim)]
+    return [each for each in [layer._history.ranks()] if each is not None]
+
+
+def of_first(x: Tensor, groups: list[Any]) -> None:
+    """Make x that of the first rank."""
+    for group in reversed(groups):
+        dist.broadcast(x, group=group, group_src=0)
 
 
 def unsharded(x: Tensor) -> Tensor:
@@ -457,7 +464,7 @@ def change(layer: Any, given: Any, optimizer: Optimizers) -> None:
         return {"the pattern": _facts(*asked)}
 
     if is_sharded(layer._parameters.get("values")):
-        agreed("set_pattern", [layer.values.device_mesh.get_group()], check, ALIKE)
+        agreed("set_pattern", ranks_of(layer), check, ALIKE)
     else:
         asked = _asked(layer, given, optimizer)
     values, _, found, optimizers = asked

@@ -159,7 +159,7 @@ class PatternSchedule:
             share = self.share(name, step)
             count = max(1, round(share * cells)) if share else 0
             new: int | None = round(self._swapped(step) * count)
-            if grows and not is_recorded(layer) and ranks_of(layer) is None:
+            if grows and not is_recorded(layer) and not ranks_of(layer):
                 new = 0
             elif grows and self.by == "union":
                 new = None

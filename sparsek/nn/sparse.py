@@ -376,7 +376,7 @@ class SparseLinear(IndexedLayer):
 
         Elements keep their values: those that leave go to `pruned`, if there is one, and new elements come from it.
         Without `keep_pruned` the old ones are dropped, and new ones begin at 0. Gradients move along. Blocks stay.
-        Under FSDP2 all ranks call it together, and take the choice of the first.
+        Under FSDP2 and DistributedDataParallel all ranks call it together, and take the choice of the first.
 
         Args:
             scores: [out_features, in_features]; by default the magnitudes of the weight with its pruned elements.

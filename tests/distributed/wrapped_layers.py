@@ -41,6 +41,14 @@ def operands_of(form: str, kind: str) -> tuple[Any, ...]:
     return (routed(8, 1, form)[0].repeat(1, 1 if kind == "layers" else 2),)
 
 
+def sharding_meshes() -> list[Any]:
+    """Of FSDP2: all ranks shard, or two halves, which replicate."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    shapes = sampled(((RANKS,), (2, 2)), 1, of="meshes")
+    return [init_device_mesh("cpu", each, mesh_dim_names=("a", "b")[: len(each)]) for each in shapes]
+
+
 @case
 def every_form_learns_under_fsdp2_and_ddp_and_is_saved() -> None:
     """Of layers, gated MLPs and experts; other elements of 2:4 too. Checkpoints are loaded by half as many ranks."""
@@ -94,18 +102,25 @@ def every_form_learns_under_fsdp2_and_ddp_and_is_saved() -> None:
 
 @case
 def elements_are_chosen_by_all_ranks_at_once() -> None:
-    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
+    from torch.nn.parallel import DistributedDataParallel
 
     rank = dist.get_rank()
     whole = layer_of("semi24", 64, 64)
-    own: Any = fully_shard(copy.deepcopy(whole), mesh=init_device_mesh("cpu", (RANKS,)))
+    own: Any = fully_shard(copy.deepcopy(whole), mesh=sharding_meshes()[-1])
     scores = torch.rand((64, 64), generator=torch.Generator().manual_seed(rank))
     own.choose_again(scores)
     dist.broadcast(scores, 0)
     whole.choose_again(scores)
     x = torch.randn(3, 64, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     near(own(x), whole(x))
+    wrapped = DistributedDataParallel(copy.deepcopy(whole))
+    wrapped(x)
+    scores = torch.rand((64, 64), generator=torch.Generator().manual_seed(rank + RANKS))
+    wrapped.module.choose_again(scores)
+    dist.broadcast(scores, 0)
+    whole.choose_again(scores)
+    near(wrapped(x), whole(x))
     own.reshard()
     raises("scores", lambda: own.choose_again(scores if rank else None))
     raises("on rank 2: it is", lambda: own.choose_again(scores if rank != 2 else scores[1:]))
@@ -118,14 +133,19 @@ def elements_are_chosen_by_all_ranks_at_once() -> None:
 
 @case
 def patterns_change_under_fsdp2() -> None:
-    from torch.distributed.device_mesh import init_device_mesh
+
+    for mesh in sharding_meshes():
+        _change_patterns(mesh)
+
+
+def _change_patterns(mesh: Any) -> None:
     from torch.distributed.fsdp import fully_shard
 
     rank = dist.get_rank()
     whole: Any = nn.Sequential(layer_of("bsr", 256, 64, activation="gelu"), layer_of("bsr", 60, 256, 1))
     split: Any = copy.deepcopy(whole)
     for each in (*split, split):
-        fully_shard(each, mesh=init_device_mesh("cpu", (RANKS,)))
+        fully_shard(each, mesh=mesh)
     torch.manual_seed(7)
     x = torch.randn(8, 64, dtype=torch.float64)
     optimizers = [torch.optim.AdamW(each.parameters(), 0.01) for each in (whole, split)]
