@@ -21,6 +21,7 @@ from sparsek.integrations.vllm_layer import (
     batch_of,
     summary,
 )
+from sparsek.integrations.vllm_shards import ContextShard
 
 try:
     vllm: Any = import_module("vllm.v1.attention.backend")
@@ -31,13 +32,23 @@ OLDEST = (8, 0)  # compute capability
 FAVOURED = "LBHNC"  # a head's rows of a page are neighbours in memory
 
 
+UNSHARDED = "does not support sliding windows and policies with decode context parallelism"
+
+
 class SparseKImpl(LayerAttention, vllm.AttentionImpl):
     """The attention of one layer, with the options of the engine that loads the model."""
+
+    # Both are required where ranks share the tokens of requests.
+    can_return_lse_for_decode, supports_dcp = True, True
 
     def __init__(self, *given: Any, **options: Any) -> None:
         super().__init__(*given, **options)
         config = import_module("vllm.config").get_current_vllm_config_or_none()
         self.options = plugin.configured(getattr(config, "additional_config", None))
+        if getattr(self, "dcp_world_size", 1) > 1:
+            self.group = import_module("vllm.distributed.parallel_state").get_dcp_group()
+            if self.window is not None:
+                raise InvalidInput(f"{plugin.NAME} {UNSHARDED}, and a layer has a sliding window")
 
     def do_kv_cache_update(
         self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
@@ -73,10 +84,7 @@ class SparseKBuilder(vllm.AttentionMetadataBuilder):
         reasons = [
             (value_size not in (None, size), f"values of {value_size} with keys of {size}"),
             (vllm_config.model_config.is_mm_prefix_lm, "models whose images see later tokens"),
-            *(
-                (getattr(parallel, name, 1) > 1, name)
-                for name in ("decode_context_parallel_size", "prefill_context_parallel_size")
-            ),
+            (getattr(parallel, "prefill_context_parallel_size", 1) > 1, "prefill_context_parallel_size"),
             (
                 getattr(vllm_config.model_config, "rswa_window", None) is not None,
                 "windows that keep the prompt",
@@ -85,7 +93,21 @@ class SparseKBuilder(vllm.AttentionMetadataBuilder):
         found = [text for holds, text in reasons if holds]
         if found:
             raise InvalidInput(f"{plugin.NAME} does not support {', nor '.join(found)}")
+        self.shard = None
+        ranks = getattr(parallel, "decode_context_parallel_size", 1)
+        if ranks > 1 and getattr(kv_cache_spec, "dcp_sharded", True):
+            if self.options.policy is not None:
+                raise InvalidInput(f"{plugin.NAME} {UNSHARDED}; leave the policy {self.options.policy} out")
+            rank = import_module("vllm.distributed.parallel_state").get_dcp_group().rank_in_group
+            self.shard = ContextShard(ranks, rank, getattr(parallel, "cp_kv_cache_interleave_size", 1))
+            self.reorder_batch_threshold = 1  # queries that are verified at once see other numbers of tokens
         self._log(layer_names)
+
+    @classmethod
+    def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> Any:
+        """Of decodes; of several verified tokens at once too, unless ranks share the tokens of requests."""
+        sharded = getattr(vllm_config.parallel_config, "decode_context_parallel_size", 1) > 1
+        return vllm.AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE if sharded else cls._cudagraph_support
 
     def _log(self, layer_names: list[str]) -> None:
         """One line for an engine, by the group of its first layer, on the first of the GPUs that share a layer."""
@@ -100,12 +122,16 @@ class SparseKBuilder(vllm.AttentionMetadataBuilder):
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Batch:
         """The spans of a batch. vLLM gives no common prefix: cascade attention is off."""
-        return batch_of(common_attn_metadata, self.options, self.reorder_batch_threshold or 1)
+        return batch_of(
+            common_attn_metadata, self.options, self.reorder_batch_threshold or 1, shard=self.shard
+        )
 
     def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> Batch:
         """The spans of a batch that a graph is captured with: it is replayed for requests of any length."""
         longest = self.vllm_config.model_config.max_model_len
-        return batch_of(common_attn_metadata, self.options, self.reorder_batch_threshold or 1, longest)
+        return batch_of(
+            common_attn_metadata, self.options, self.reorder_batch_threshold or 1, longest, self.shard
+        )
 
 
 class SparseKBackend(vllm.AttentionBackend):

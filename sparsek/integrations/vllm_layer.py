@@ -18,6 +18,13 @@ from sparsek.attn.ops.attention_paged import attention_paged
 from sparsek.core.errors import InvalidInput
 from sparsek.integrations.config import number_in
 from sparsek.integrations.vllm import NAME, OWN, VARIABLE, Options
+from sparsek.integrations.vllm_shards import (
+    ContextShard,
+    combined,
+    gathered_heads,
+    with_new_tokens,
+    with_sinks,
+)
 
 HEAD_SIZES = tuple(range(8, 257, 8))
 PAGES = (64, 128)
@@ -31,7 +38,8 @@ class RequestSpan(NamedTuple):
 
     Their queries are `first` to `last` - 1 of the batch. `table` int32 [requests, width], `lengths` int32 [requests]
     and `edges` int32 [requests + 1], which begin at 0, are on the device. `host`: (edges, lengths) on the CPU, for
-    chunks of prompts that a policy may take.
+    chunks of prompts that a policy may take. Over a shard `lengths` and `max_k` are of the tokens here, of chunks
+    without their new ones.
     """
 
     first: int
@@ -45,16 +53,23 @@ class RequestSpan(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """The metadata of one step: what every layer of a group shares."""
+    """The metadata of one step: what every layer of a group shares. `shard`: the tokens that this rank keeps."""
 
     spans: tuple[RequestSpan, ...]
+    shard: ContextShard | None = None
 
 
-def batch_of(common: Any, options: Options, decoded: int = 1, longest: int | None = None) -> Batch:
+def batch_of(
+    common: Any,
+    options: Options,
+    decoded: int = 1,
+    longest: int | None = None,
+    shard: ContextShard | None = None,
+) -> Batch:
     """The spans of a batch, from vLLM's CommonAttentionMetadata. Waits for nothing where lengths are on the host.
 
     decoded: most new tokens of a request that is decoded. longest: the bound on keys that a CUDA graph is captured
-    with; by default that of the batch.
+    with; by default that of the batch. shard: the tokens that this rank keeps of each request.
     """
     _refuse(common)
     edges = common.query_start_loc_cpu[: common.num_reqs + 1].tolist()
@@ -62,7 +77,11 @@ def batch_of(common: Any, options: Options, decoded: int = 1, longest: int | Non
     on_host = _on_host(common) if max(new, default=0) > decoded else None
     lengths = [common.max_seq_len] * len(new) if on_host is None else on_host.tolist()
     kinds = [
-        "decode" if n <= decoded else "chunk" if _by_policy(common, options, r, lengths[r]) else "dense"
+        "decode"
+        if n <= decoded
+        else "chunk"
+        if shard or _by_policy(common, options, r, lengths[r])
+        else "dense"
         for r, n in enumerate(new)
     ]
     spans = []
@@ -76,20 +95,31 @@ def batch_of(common: Any, options: Options, decoded: int = 1, longest: int | Non
         host = None
         if kind == "chunk" and on_host is not None:
             host = common.query_start_loc_cpu[start : stop + 1] - first, on_host[start:stop]
+        here, max_k = common.seq_lens[start:stop], longest or rounded(max(lengths[start:stop]))
+        if shard is not None:
+            here, max_k = _here(common, shard, slice(start, stop), on_device, kind), shard.bound(max_k)
         spans.append(
             RequestSpan(
                 first,
                 last,
                 common.block_table_tensor[start:stop],
-                common.seq_lens[start:stop],
+                here,
                 on_device - first if first else on_device,
                 # vLLM may distribute verified tokens anew on the device.
                 max(rounded(max(new[start:stop])), decoded if kind == "decode" else 1),
-                longest or rounded(max(lengths[start:stop])),
+                max_k,
                 host,
             )
         )
-    return Batch(tuple(spans))
+    return Batch(tuple(spans), shard)
+
+
+def _here(common: Any, shard: ContextShard, requests: slice, edges: Tensor, kind: str) -> Tensor:
+    """The tokens that this rank keeps of some requests, with the new ones of decodes. A graph reads vLLM's own."""
+    if kind != "decode":
+        return shard.lengths(common.seq_lens[requests] - edges.diff())
+    own = getattr(common, "dcp_local_seq_lens", None)
+    return shard.lengths(common.seq_lens[requests]) if own is None else own[requests]
 
 
 def _refuse(common: Any) -> None:
@@ -153,6 +183,7 @@ class LayerAttention:
         self.sliding_window = sliding_window
         self.attn_type, self.kv_sharing_target_layer_name = attn_type, kv_sharing_target_layer_name
         self.options = Options()
+        self.group: Any = None  # of ranks that share the tokens of requests
         reasons = [
             (alibi_slopes is not None, "ALiBi slopes"),
             (str(getattr(attn_type, "value", attn_type)) != "decoder", f"attention of the kind {attn_type}"),
@@ -206,6 +237,8 @@ class LayerAttention:
             options["sink_logits"] = self.sinks.float()  # vLLM may load new weights in place
         if cache.dtype == torch.float8_e4m3fn:
             options |= {"k_scale": layer._k_scale.view(-1), "v_scale": layer._v_scale.view(-1)}
+        if attn_metadata.shard is not None:
+            return self._over_shards(layer, query, key, value, cache, attn_metadata, output, options)
         policy = self.policy_in(getattr(layer, "layer_name", ""))
         for span in attn_metadata.spans:
             sparse = span.host is not None and policy is not None
@@ -224,6 +257,47 @@ class LayerAttention:
                 out=output[span.first : span.last],
                 **options,
             )
+        return output
+
+    def _over_shards(
+        self,
+        layer: Any,
+        query: Tensor,
+        key: Tensor | None,
+        value: Tensor | None,
+        cache: Tensor,
+        batch: Batch,
+        output: Tensor,
+        options: dict[str, Any],
+    ) -> Tensor:
+        """As `forward`, where this rank keeps some tokens of each request, and others have other heads of q."""
+        shard, sinks = batch.shard, options.pop("sink_logits", None)
+        assert shard is not None
+        for span in batch.spans:
+            at = slice(span.first, span.last)
+            part = attention_paged(
+                gathered_heads(query[at], self.num_kv_heads, self.group),
+                cache,
+                span.table,
+                span.lengths,
+                span.edges,
+                causal=False,
+                max_seqlen_q=span.max_q,
+                max_seqlen_k=min(span.max_k, span.table.shape[1] * cache.shape[2]),
+                return_lse=True,
+                **options,
+            )
+            out, lse = combined(*part, self.num_kv_heads, self.group, shard.rank)
+            if span.host is not None:
+                assert key is not None
+                assert value is not None
+                new = [
+                    as_stored(x[at], cache, each)
+                    for x, each in ((key, layer._k_scale), (value, layer._v_scale))
+                ]
+                given = (query[at], new[0], new[1]), span.host[0], self.scale, self.softcap
+                out, lse = with_new_tokens(out, lse, *given)
+            output[at] = out if sinks is None else with_sinks(out, lse, sinks)
         return output
 
     def policy_in(self, name: str) -> MaskRule | None:
@@ -251,14 +325,22 @@ def store(cache: Tensor, key: Tensor, value: Tensor, slots: Tensor, k_scale: Ten
     rows = cache.shape[2]
     new = [x[: kept.shape[0]][kept] for x in (key, value)]
     if cache.dtype == torch.float8_e4m3fn:
-        new = [
-            (x.float() / scale).clamp(-LARGEST, LARGEST)
-            for x, scale in zip(new, (k_scale, v_scale), strict=True)
-        ]
+        new = [_scaled(x, scale) for x, scale in zip(new, (k_scale, v_scale), strict=True)]
     both = torch.cat(new, 2).to(cache.dtype)
     if both.dtype == torch.float8_e4m3fn:  # torch has no index_put of it
         cache, both = cache.view(torch.uint8), both.view(torch.uint8)
     cache.transpose(1, 2)[slots // rows, slots % rows] = both
+
+
+def _scaled(x: Tensor, scale: Tensor) -> Tensor:
+    return (x.float() / scale).clamp(-LARGEST, LARGEST)
+
+
+def as_stored(x: Tensor, cache: Tensor, scale: Tensor) -> Tensor:
+    """Keys or values with the values that the cache has of them."""
+    if cache.dtype != torch.float8_e4m3fn:
+        return x
+    return (_scaled(x, scale).to(cache.dtype).float() * scale).to(x.dtype)
 
 
 def summary(layers: Mapping[str, LayerAttention], options: Options, longest: int) -> str:

@@ -509,8 +509,8 @@ def test_one_line_for_an_engine(monkeypatch: pytest.MonkeyPatch, caplog: pytest.
     [
         ({"additional_config": {"policy": "XAttention"}}, "below the key 'sparsek'"),
         (
-            {"parallel_config": SimpleNamespace(decode_context_parallel_size=2)},
-            "decode_context_parallel_size",
+            {"parallel_config": SimpleNamespace(prefill_context_parallel_size=2)},
+            "prefill_context_parallel_size",
         ),
         ({"model_config": SimpleNamespace(is_mm_prefix_lm=True)}, "see later tokens"),
     ],

@@ -195,12 +195,14 @@ def engine(
     modules: dict[str, dict[str, Any]] = {
         "attention.backend": {
             "AttentionBackend": object, "AttentionImpl": object, "AttentionMetadataBuilder": Builder,
-            "AttentionCGSupport": Enum("AttentionCGSupport", "UNIFORM_BATCH"),
+            "AttentionCGSupport": Enum("AttentionCGSupport", "UNIFORM_BATCH UNIFORM_SINGLE_TOKEN_DECODE"),
         },
         "kv_cache_interface": {"KVCacheLayout": Enum("KVCacheLayout", list(LAYOUTS))},
     }  # fmt: skip
     modules = {f"vllm.v1.{name}": each for name, each in modules.items()}
     modules["vllm.config"] = {"get_current_vllm_config_or_none": lambda: config}
+    modules["vllm.distributed"] = {}
+    modules["vllm.distributed.parallel_state"] = {"get_dcp_group": lambda: SimpleNamespace(rank_in_group=1)}
     modules["vllm._custom_ops"] = {"reshape_and_cache_flash": reshape_and_cache_flash}
     for name in ("vllm", "vllm.v1", "vllm.v1.attention", *modules):
         module = ModuleType(name)
