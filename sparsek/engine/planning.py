@@ -20,6 +20,7 @@ OTHER_PASS = {"attention": "attention_backward", "attention_backward": "attentio
 
 def choose(p: Problem, only: str | None = None, config: Any = None) -> Choice:
     """The kernel and config for `p`. Raises InvalidInput for an unknown name or config, and Unsupported."""
+    p = getattr(p, "leading", p)
     if only is not None:
         arguments.text("kernel", only)
         kernels.refuse_removed(only, kernels.names_for(p.op, getattr(p, "storage", None)))

@@ -79,11 +79,11 @@ def test_autograd_sees_that_out_was_written(by_plan: bool, monkeypatch: pytest.M
     given, out = arguments_of(x), attend(x).zero_()
     run = sk.plan_attention_paged(**given) if by_plan else sk.attention_paged
 
-    def written(plan: PagedPlan, call: Any) -> tuple[Tensor, None]:
+    def written(plan: PagedPlan, call: Any) -> tuple[tuple[Tensor, None], None]:
         call.out.data.fill_(2)
-        return call.out, None
+        return (call.out, None), None
 
-    monkeypatch.setattr(PagedPlan, "_run", written)
+    monkeypatch.setattr(PagedPlan, "_allocated", written)
     y = torch.ones_like(out).requires_grad_() * out
     run(**given, out=out)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):

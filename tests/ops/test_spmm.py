@@ -82,12 +82,12 @@ def test_autograd_sees_that_out_was_written(planned: bool, monkeypatch: pytest.M
     a, b = pair()
     out = torch.zeros(128, 40, dtype=BF16)
 
-    def written(plan: SpmmPlan, call: Product) -> torch.Tensor:
+    def written(plan: SpmmPlan, call: Product) -> tuple[torch.Tensor, None]:
         assert call.out is not None
         call.out.data.fill_(2)
-        return call.out
+        return call.out, None
 
-    monkeypatch.setattr(SpmmPlan, "_run", written)
+    monkeypatch.setattr(SpmmPlan, "_allocated", written)
     plan = sk.plan_spmm(a, b, out=out) if planned else None
     x = torch.ones(128, 40, dtype=BF16, requires_grad=True)
     y = x * out

@@ -14,24 +14,15 @@ from sparsek.attn.mask.recorded import fresh_layout
 from sparsek.attn.plan.attention import Attended, AttentionPlan
 from sparsek.attn.plan.attention_fp8 import AttentionFp8Plan
 from sparsek.attn.plan.attention_grad import AttentionGradPlan, Differentiated
-from sparsek.attn.plan.problems import AttentionProblem
 from sparsek.attn.reference.scores import PLAIN, sink_gradients
 from sparsek.engine.call import recorded_calls
 from sparsek.engine.call.recorded_calls import Calls
 from sparsek.engine.plan.op import Operation
-from sparsek.engine.plan.select import Choice
 from sparsek.engine.planning import choose
 
-
-def _choose(p: AttentionProblem, kernel: str | None, config: Any) -> Choice:
-    return choose(p.leading, kernel, config)
-
-
-ATTENTION = Operation(AttentionPlan, _choose)
+ATTENTION = Operation(AttentionPlan, choose)
 ATTENTION_FP8 = Operation(AttentionFp8Plan, choose)
-ATTENTION_BACKWARD = Operation(AttentionGradPlan, _choose)
-
-
+ATTENTION_BACKWARD = Operation(AttentionGradPlan, choose)
 _UNMASKED = Calls()
 
 

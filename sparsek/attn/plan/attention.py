@@ -366,19 +366,16 @@ class AttendedPlan(MaskPlan):
         out, lse = self.run(call, captured(call.like))
         return out if lse is None else (out, lse)
 
-    def _run(self, call: Attended) -> tuple[Tensor, Tensor | None]:
+    def _allocated(self, call: Attended) -> tuple[tuple[Tensor, Tensor | None], tuple[AttentionCall] | None]:
         """lse is None unless it was planned."""
         q, v, mask, like, scores = call.q, call.v, call.mask, call.like, call.scores
         out = operands.empty_out(like, v.shape[3], call.dtype)
         lse = like.new_empty(q.shape[:3], dtype=operands.lse_dtype(call.dtype)) if self.problem.lse else None
         if out.numel() == 0:
-            return out, lse
+            return (out, lse), None
         if mask.kv_len == 0:
-            return out.zero_(), None if lse is None else without_keys(lse, scores.sink_logits)
-        kernel, config, _ = self.choice
-        given = AttentionCall(q, call.k, v, mask, call.factor, out, lse, scores)
-        kernel.launch(config, self.work, given)
-        return out, lse
+            return (out.zero_(), None if lse is None else without_keys(lse, scores.sink_logits)), None
+        return (out, lse), (AttentionCall(q, call.k, v, mask, call.factor, out, lse, scores),)
 
 
 @dataclass(frozen=True, eq=False, repr=False)

@@ -115,19 +115,21 @@ class AttentionGradPlan(MaskPlan):
         with torch.no_grad():
             return self.run(given, captured(q))
 
-    def _run(self, given: Differentiated) -> tuple[Tensor, Tensor, Tensor]:
+    def _allocated(
+        self, given: Differentiated
+    ) -> tuple[tuple[Tensor, Tensor, Tensor], tuple[AttentionGradCall] | None]:
         call, out, lse, grad, grad_lse = given
         q, k, v = call.q, call.k, call.v
         dq, dk, dv = (operands.empty_out(x, x.shape[3]) for x in (q, k, v))
         if q.numel() == 0 or k.numel() == 0:
-            return dq.zero_(), dk.zero_(), dv.zero_()
+            return (dq.zero_(), dk.zero_(), dv.zero_()), None
         grad = operands.fitting(grad, out, self.problem.aligned)
         grad_lse = None if grad_lse is None else grad_lse.contiguous()
-        kernel, config, _ = self.choice
-        results = dq, dk, dv, call.scores
-        launch = AttentionGradCall(q, k, v, call.mask, call.factor, out, lse, grad, grad_lse, *results)
-        kernel.launch(config, self.work, launch)
-        return dq, dk, dv
+        results = dq, dk, dv
+        launch = AttentionGradCall(
+            q, k, v, call.mask, call.factor, out, lse, grad, grad_lse, *results, call.scores
+        )
+        return results, (launch,)
 
     def headline(self) -> list[str]:
         order = "" if self.problem.deterministic else ", sums in any order"

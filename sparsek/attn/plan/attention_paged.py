@@ -181,17 +181,15 @@ class PagedPlan(Plan):
                     "plans once for each"
                 )
 
-    def _run(self, call: Paged) -> tuple[Tensor, Tensor | None]:
+    def _allocated(self, call: Paged) -> tuple[tuple[Tensor, Tensor | None], tuple[PagedCall] | None]:
         q, out, p = call.q, call.out, self.problem
         if out is None:
             out = q.new_empty((q.shape[0], p.q_heads, p.v_dim))
         lse = q.new_empty((p.q_heads, q.shape[0]), dtype=lse_dtype(q.dtype)) if p.lse else None
         if not q.shape[0] or not call.seq_lens.shape[0] or not call.max_k:
-            return _without_keys(call, out, lse)
+            return _without_keys(call, out, lse), None
         ends = 0 if call.out is not None else q.shape[0], 0 if lse is None else q.shape[0]
-        kernel, config, _ = self.choice
-        kernel.launch(config, self.work, PagedCall(*call[:12], out, lse, *ends))
-        return out, lse
+        return (out, lse), (PagedCall(*call[:12], out, lse, *ends),)
 
     def headline(self) -> list[str]:
         p: PagedProblem = self.problem

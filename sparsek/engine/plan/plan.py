@@ -125,11 +125,15 @@ class Plan(ABC):
         if self.made is not None and not capturing:
             wait_for(self.made, tensors_in(self.work))
         with dtypes.as_given(call.like.device):
-            return self._run(call)
+            result, given = self._allocated(call)
+            if given is not None:
+                kernel, config, _ = self.choice
+                kernel.launch(config, self.work, *given)
+            return result
 
     @abstractmethod
-    def _run(self, call: Any) -> Any:
-        """Allocates the results of the call, and launches the kernel."""
+    def _allocated(self, call: Any) -> tuple[Any, tuple[Any, ...] | None]:
+        """The result of the call, and what the kernel is launched with to write it; None if nothing is left to do."""
 
     def refuse_unless_ready(self) -> None:
         """InvalidInput for a plan that only predicts, and inside torch.func, which plans do not go through."""

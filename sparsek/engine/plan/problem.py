@@ -13,7 +13,7 @@ class Problem(Protocol):
     `op`: the operation's name in the kernels' table. `dtype`: the short name of what is multiplied. `rate_name`: the
     card's name for the rate of this arithmetic. `useful_flops`: of the stored elements; `dense_flops`: if everything
     were stored. `compulsory_bytes`: what any kernel has to read and write. `storage`, optional: the kind of storage by
-    which kernels of the table are chosen.
+    which kernels of the table are chosen. `leading`, optional: the problem that they are chosen for.
     """
 
     op: ClassVar[str]

@@ -2,6 +2,6 @@
 
 from sparsek.products.ops import choose as choose
 from sparsek.products.ops import linear as linear
+from sparsek.products.ops import matmul as matmul
 from sparsek.products.ops import packing as packing
 from sparsek.products.ops import sddmm as sddmm
-from sparsek.products.ops import spgemm as spgemm

@@ -17,20 +17,17 @@ from sparsek.engine.call.recorded_calls import Slot
 from sparsek.engine.plan.op import Operation
 from sparsek.engine.plan.plan import check_plan
 from sparsek.engine.planning import choose
-from sparsek.products.formats.base import Multiplied, is_vector
 from sparsek.products.formats.bsr import BSR
 from sparsek.products.formats.padding import zero_outside
 from sparsek.products.formats.pattern import BlockPattern
-from sparsek.products.ops import gradients, library_args, recorded_products
+from sparsek.products.ops import gradients, library_args
 from sparsek.products.ops.library_args import SampledArgs, SpgemmArgs
-from sparsek.products.ops.spmm import PLAIN_CALL, SpmmCall, route
 from sparsek.products.plan import operands
 from sparsek.products.plan.matches import match
 from sparsek.products.plan.spgemm import CachedMatches, MatchCache, Matcher, Pair, SpgemmPlan
 
 SPGEMM = Operation(SpgemmPlan, choose)
 Output: TypeAlias = Literal["dense", "bsr"] | BlockPattern
-_compiling = torch.compiler.is_dynamo_compiling  # of other tracing a recorded call finds out itself
 
 
 @overload
@@ -243,25 +240,6 @@ def _fake_sampled(args: SampledArgs) -> Tensor:
     return args.values.new_empty((args.p_indices.shape[0], *args.p_sizes[2:]))
 
 
-def matmul(a: Any, b: Any) -> Any:
-    """`a @ b`: `spgemm(a, b, "bsr")` of two BSR, otherwise `spmm(a, b)`, whose recorded calls it finds itself.
-
-    A vector is a matrix of one column, or of one row.
-    """
-    if a.__class__ is b.__class__ is BSR:
-        return spgemm(a, b, "bsr")
-    slot = recorded_calls.UNBOUND
-    if not _compiling():
-        slot = recorded_products.product(a, b, PLAIN_CALL)
-        if slot.__class__ is not Slot:
-            return slot
-    if is_vector(b):
-        return matmul(a, b.unsqueeze(1)).squeeze(1)
-    if is_vector(a):
-        return matmul(a.unsqueeze(1).mT, b).squeeze(0)
-    return route(SpmmCall(a, b), slot)
-
-
 _GRADIENTS = gradients.of_spgemm, gradients.save_spgemm
 transforms.register("spgemm", SpgemmArgs, _run_op, _fake, *_GRADIENTS)
 transforms.register(
@@ -276,7 +254,6 @@ transforms.register(
 transforms.register(
     "sampled", SampledArgs, _run_sampled, _fake_sampled, gradients.of_sampled, gradients.save_sampled
 )
-Multiplied.register_matmul(matmul)
 
 
 def matcher(device: torch.device) -> Matcher:

@@ -94,17 +94,15 @@ class SddmmPlan(Plan):
         self._check_planned(x, y, pattern)
         return BSR.unchecked(pattern, self.run(Sampled(x, y, pattern), captured(x)))
 
-    def _run(self, call: Sampled) -> Tensor:
+    def _allocated(self, call: Sampled) -> tuple[Tensor, tuple[Any, ...] | None]:
         """The values of S [nnzb, bm, bn]."""
         x, y, pattern = call
         values = x.new_empty((pattern.nnzb, *pattern.block))
         if values.numel() == 0:
-            return values
+            return values, None
         if x.shape[1] == 0:
-            return values.zero_()
-        kernel, config, _ = self.choice
-        kernel.launch(config, self.work, x, y, pattern, values)
-        return values
+            return values.zero_(), None
+        return values, (x, y, pattern, values)
 
     def headline(self) -> list[str]:
         p: SddmmProblem = self.problem

@@ -129,17 +129,15 @@ class SpgemmPlan(Plan):
         call = Pair(a, b, self.matches, self.problem.dense_out)
         return call.seen(self.run(call, captured(a.values)))
 
-    def _run(self, call: Pair) -> Tensor:
+    def _allocated(self, call: Pair) -> tuple[Tensor, tuple[Any, ...] | None]:
         """C [M, N], or its values [nnzb, bm, bn]."""
         p: SpgemmProblem = self.problem
         out = call.a.values.new_empty((p.m, p.n) if p.dense_out else (p.nnzb_out, *p.block))
         if out.numel() == 0:
-            return out
+            return out, None
         if p.pairs == 0:
-            return out.zero_()
-        kernel, config, _ = self.choice
-        kernel.launch(config, self.work, call.a, call.b, call.matches, out)
-        return out
+            return out.zero_(), None
+        return out, (call.a, call.b, call.matches, out)
 
     def headline(self) -> list[str]:
         p: SpgemmProblem = self.problem

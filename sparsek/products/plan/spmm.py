@@ -314,13 +314,12 @@ class SpmmPlan(Plan):
         increment_version(out)  # kernels write by its address, which autograd does not see
         return out
 
-    def _run(self, call: Product) -> Tensor:
+    def _allocated(self, call: Product) -> tuple[Tensor, tuple[Any, ...] | None]:
         """C row-major: in the kernels' form [..., M, N], or [..., N, M] if c.layout is "col"."""
         p, a, b, out, epilogue = self.problem, call.a, call.b, call.out, call.epilogue
         by_columns = p.c.layout == "col"
-        kernel, config, _ = self.choice
         if epilogue.alpha == 0:
-            return _without_product(call, p)
+            return _without_product(call, p), None
         if epilogue.other is not None and epilogue.combine == "add" and epilogue.beta == 0:
             epilogue = _without_other(call)
         if out is None:  # before the rounding: a recorded call allocates at once
@@ -330,9 +329,7 @@ class SpmmPlan(Plan):
             c = out.mT if by_columns else out
         if isinstance(a, Quantized) and isinstance(b, Tensor):
             b = quantize_dense(b.mT, E4M3, "row", check=False, together=True).mT
-        if out.numel():
-            kernel.launch(config, self.work, a, b, out, epilogue)
-        return c
+        return c, (a, b, out, epilogue) if out.numel() else None
 
     def retarget(self, a: BSR) -> SpmmPlan:
         """This plan for a matrix whose blocks have moved: same shape, same block, and at most as many stored.

@@ -171,7 +171,7 @@ def test_a_product_in_fp8_allocates_twice_and_then_rounds_and_multiplies(
     plan = replace(plan, choice=plan.choice._replace(kernel=kernel))
     x = torch.randn(3, k).bfloat16()
     with recording([x]) as made:
-        recorded = made.recorded(plan._run(Product.layer(x, w)))
+        recorded = made.recorded(plan.run(Product.layer(x, w), True))
     assert isinstance(recorded, Recorded), made.reason
     (part,) = recorded.parts
     assert (len(part.allocations), len(part.steps)) == (2, 2)
