@@ -7,10 +7,12 @@ import functools
 import itertools
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
 import sparsek as sk
+from sparsek.distributed.exchange import Exchange
 from sparsek.nn import replace
 from tests.distributed.split_layers import OPTIONS, RANKS, case, check_gradients, local, meshes, near, raises
 from tests.sampling import sampled
@@ -110,6 +112,13 @@ def experts_of_ranks() -> None:
             compare_experts(whole, split, given, mine, mine)
         else:
             assert split(*map(mine, (given[0], *given[2:]))).shape == (0, 64)
+    x, _, index, weights = routed(8, 3)
+    ranks_of_tokens = torch.bucketize(index, torch.tensor([1, 4, 5, 6]), right=True).tolist()
+    sent, start = [], Exchange.start
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Exchange, "start", lambda self, *x: (sent.append(len(self.send)), start(self, *x))[1])
+        split(x, index, weights)
+    assert sent[:3] == [sum(len({*each} - {RANKS}) for each in ranks_of_tokens)] * 3  # x, weights, index
     # 5 tokens as DTensors: 2, 2, 1 and 0.
     whole, split = spread_experts(
         "bsr", mesh, output_layouts=Shard(0), use_local_output=False, split="balanced"

@@ -8,6 +8,7 @@ import itertools
 import re
 import tempfile
 import traceback
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -408,10 +409,15 @@ def _work(rank: int) -> str:
 
 
 def _gone(rank: int) -> str:
-    """Ranks that end: one before a backward pass, one in a forward. What the other of its half gets is a MeshError."""
+    """A rank that makes no call; and two that end, before a backward pass and in a forward. Others get a MeshError."""
     from torch.distributed.tensor import Shard
 
+    brief: Any = dist.new_group()
     mesh = meshes()[1]
+    dist.distributed_c10d._set_pg_timeout(timedelta(milliseconds=300), brief)
+    if rank:
+        with pytest.raises(MeshError, match=f"rank {rank} of 4: the check of check_patterns failed"):
+            sk.distributed.check_patterns(nn.Linear(2, 2), brief)
     if rank < 2:
         own_tokens = {"input_layouts": Shard(0), "output_layouts": Shard(0)}
         split = spread_experts("bsr", mesh, **own_tokens)[1]
