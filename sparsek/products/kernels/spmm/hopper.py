@@ -128,7 +128,7 @@ def spmm_kernel(
     bias, m, alpha, part_sums, other, lead8, rows, cols8, beta, beside_desc,
     T: gl.constexpr, SOURCE: gl.constexpr,
 ):  # fmt: skip
-    """CTA p computes tiles starts[p] to starts[p+1], RECORD numbers each.
+    """CTA p computes tiles starts[p] to starts[p+1], RECORD (multiply.py) numbers each.
 
     Step s multiplies stored blocks blocks[s*joined : (s+1)*joined] with block column (or stored block of B) cols[s].
     `no_col` and `no_block` are indices outside B and A. The remaining arguments belong to the epilogue: `m` rows of
@@ -225,8 +225,8 @@ class Work(NamedTuple):
 
 class HopperSpmm(SpmmKernel):
     name = "hopper.spmm"
-    shares = True
-    writes_slope = True
+    shares = True  # recorded calls, with new patterns
+    writes_slope = True  # act'(z) beside act(z)
 
     def why_not(self, p: SpmmProblem) -> list[str]:
         if foreign := p.a.unless("bsr"):
@@ -285,7 +285,7 @@ class HopperSpmm(SpmmKernel):
         return hopper_ring.seconds(p, c)
 
     def rank(self, p: SpmmProblem, c: Config) -> float:
-        """Seconds by which tiles are compared with each other: a model whose choices were measured.
+        """Seconds by which this kernel's own configs are compared: a model whose choices were measured.
 
         A tile takes the larger of multiply and load time (a smooth maximum) plus a fixed cost. Constants were
         measured on an H200 (2026-11-20; steps and bytes 2026-11-22; matrices beside C 2026-11-26): 2048 multiply-adds
