@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from sparsek.core import arguments, dtypes
 from sparsek.core.arguments import INT32_MAX
 from sparsek.core.errors import InvalidInput
+from sparsek.nn.experts import PackedLinear
 from sparsek.nn.indices import guard
 from sparsek.nn.replace import adopt, is_linear, is_packed, layer_of, weight_of
 from sparsek.nn.sparse import SparseLinear
@@ -248,8 +249,10 @@ def empty_layers(
             raise InvalidInput(
                 f"{name} is {list(entry.shape)} in the checkpoint and {list(shape)} in this model"
             )
-        if id(old) in of:
-            made[name] = of[id(old)]
+        # That of packed experts lives no longer than this step.
+        place = id(old.packed if isinstance(old, PackedLinear) else old)
+        if place in of:
+            made[name] = of[place]
             continue
         dtype = None
         if as_model:
@@ -262,5 +265,5 @@ def empty_layers(
         layer.bias = bias
         if is_sparse and hasattr(old, "_origin"):
             layer._origin = old._origin
-        made[name] = of[id(old)] = layer
+        made[name] = of[place] = layer
     return made

@@ -9,6 +9,8 @@ after expert. Its rows of one expert are a matrix on views of its tensors. The m
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -225,12 +227,24 @@ class SparseExperts(Fitted):
         """The names of the sparse weights."""
         return [name for name in packed_names(self) if name in self._modules]  # type: ignore[attr-defined]
 
+    @contextmanager
+    def _at_hand(self) -> Iterator[None]:
+        """Where accelerate moves weights in and out of every call, do so here too: the layers are not called."""
+        own: Any = self
+        moved = [each for name in self._sparse() if hasattr(each := own._modules[name], "_hf_hook")]
+        with ExitStack() as after:
+            for layer in moved:
+                layer._hf_hook.pre_forward(layer)
+                after.callback(layer._hf_hook.post_forward, layer, None)
+            yield
+
     def _experts(self, x: Tensor) -> Any:
         """What one expert computes of its tokens, as a function of them and of its index."""
         own: Any = self
         first, last = packed_names(self)
         act, count = self._gate(x, _weight(self, first)), own.num_experts
-        parts, outs = _rows(self, first, count if act is None else 2 * count), _rows(self, last, count)
+        with self._at_hand():
+            parts, outs = _rows(self, first, count if act is None else 2 * count), _rows(self, last, count)
 
         def through(part: Tensor, expert: int) -> Tensor:
             if act is not None:

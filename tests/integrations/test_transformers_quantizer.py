@@ -18,6 +18,8 @@ from torch import nn
 
 import sparsek as sk
 from sparsek.core.errors import InvalidFile, InvalidInput
+from sparsek.nn import description
+from sparsek.nn.experts import PackedLinear
 from tests.house.tools import need
 from tests.refusals import refused
 from tests.sampling import sampled
@@ -184,6 +186,42 @@ def test_layers_on_disk_give_the_same(tmp_path: Path) -> None:
         tmp_path / "model", device_map=places, offload_folder=tmp_path / "off"
     )
     torch.testing.assert_close(run(back), run(model))
+
+
+@pytest.mark.parametrize("buffers", [False, True])
+def test_packed_experts_on_disk_give_the_same(buffers: bool, tmp_path: Path) -> None:
+    """Their layers are multiplied without a call, before which accelerate brings what it moves."""
+    need("accelerate")
+    model = sparse(mixtral)
+    model.save_pretrained(tmp_path / "model")
+    places = dict.fromkeys(("model.embed_tokens", "model.norm", "model.rotary_emb", "lm_head"), "cpu")
+    back = type(model).from_pretrained(
+        tmp_path / "model", device_map={**places, "model.layers": "disk"}, offload_folder=tmp_path / "off",
+        offload_buffers=buffers,
+    )  # fmt: skip
+    for _ in range(2):
+        torch.testing.assert_close(run(back), run(model))
+
+
+def test_packed_experts_have_a_layer_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The object that stands for a weight of theirs is gone when the next one is made, perhaps in its memory."""
+    model = lib.MixtralForCausalLM(
+        lib.MixtralConfig(**{**SMALL, "num_hidden_layers": 2}, num_key_value_heads=2, num_local_experts=2)
+    )
+    layers = description.describe(sparse(lambda: copy.deepcopy(model)))
+    look_up, one = description.layer_of, []
+
+    def in_one_place(of: Any, name: str) -> Any:
+        found = look_up(of, name)
+        if isinstance(found, PackedLinear):
+            one.append(found)
+            vars(one[0]).update(vars(found))
+            return one[0]
+        return found
+
+    monkeypatch.setattr(description, "layer_of", in_one_place)
+    made = description.empty_layers(model, layers)
+    assert len({id(each) for each in made.values()}) == len(layers)
 
 
 def test_a_sparse_head_of_a_model_with_tied_words(tmp_path: Path) -> None:
