@@ -155,6 +155,11 @@ class IndexedLayer(nn.Module):
             with _disable_current_modes():
                 if not seen.new or untransformed(seen.is_in_memory):
                     return self._see(indptr, indices, seen.pattern)
+        parts = indptr, indices, getattr(self, self._stored, None)
+        if all(isinstance(each, Tensor) and each.is_meta for each in parts):  # moved out, as by accelerate
+            for seen in self._seen:
+                if seen.pattern.indptr.shape == indptr.shape and seen.pattern.indices.shape == indices.shape:
+                    return seen.pattern
         if isinstance(indptr, Tensor) and type(indptr) not in PLAIN:  # fake, or traced in another way
             arguments.dtype("the dtype of indices", getattr(indices, "dtype", None), (torch.int32,))
             return BlockPattern.unchecked((self.out_features, self.in_features), block, indptr, indices)

@@ -78,6 +78,8 @@ def test_layers_that_accelerate_moves_in_and_out_of_every_call(buffers: bool) ->
     for _ in range(3):
         assert alike(made(X), right(X))
         patterns.add(made[0]._seen[0].pattern)  # type: ignore[union-attr]
+        weight: Any = made[0].weight  # which T5 looks at before the call
+        assert weight.device.type == "meta"
     assert len(patterns) == 1  # which keeps the plans
 
 
