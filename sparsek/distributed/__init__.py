@@ -16,6 +16,7 @@ from sparsek.distributed.sequence import positions, shard_sequence, unshard_sequ
 from sparsek.distributed.simulate import Simulated, simulate
 from sparsek.distributed.states import full_state_dict, load_full_state_dict
 from sparsek.distributed.styles import ColwiseSparse, ExpertsSparse, GatedSparse, RowwiseSparse
+from sparsek.distributed.ulysses import ulysses
 from sparsek.nn.agreement import check_patterns
 
 __all__ = [
@@ -34,5 +35,6 @@ __all__ = [
     "positions",
     "shard_sequence",
     "simulate",
+    "ulysses",
     "unshard_sequence",
 ]

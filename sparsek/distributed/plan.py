@@ -105,7 +105,7 @@ class MeshPlan:
             )
         unit = self._parts.queries.unit
         lengths, wanted = (mask.q_len, mask.kv_len), (self.mask.q_len, self.mask.kv_len)
-        if lengths != wanted or any(unit % side for side in mask.block):
+        if lengths != wanted or (self.how != "heads" and any(unit % side for side in mask.block)):
             raise InvalidInput(
                 f"mask has {lengths[0]} queries, {lengths[1]} keys and blocks of {mask.block}; the plan deals "
                 f"{wanted[0]} queries and {wanted[1]} keys in units of {unit} tokens, which blocks must divide"

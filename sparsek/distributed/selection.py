@@ -16,7 +16,7 @@ from sparsek.attn.mask.token_lists import TokenLists, mask_of
 from sparsek.core.errors import InvalidInput
 from sparsek.distributed.documents import DocumentKeys, layout_of
 from sparsek.distributed.plan import MeshPlan
-from sparsek.distributed.sequence import unsharded
+from sparsek.distributed.sequence import PARTS, unsharded
 
 
 def checked_rule(rule: Any, q: Tensor, k: Tensor, plan: MeshPlan) -> str:
@@ -100,6 +100,11 @@ def with_whole_mask(
             rule._parts[0].mask(*lengths, q.device) if visible is None else visible.within
         ), None
     place = Place.of(q_len=lengths[0], kv_len=lengths[1], block=rule.block, device=q.device)
+    if any(plan._parts.deal(of).unit % side for of, side in zip(PARTS, place.block, strict=True)):
+        raise InvalidInput(
+            f"mask is {rule.label}, whose blocks of {place.block} tokens the owners of the plan cut; take at most as "
+            "many ranks for heads as there are of k"
+        )
     tiles = unsharded(tile_means(q, k.shape[1], place.block[0]), plan, 2, "queries", place.block[0])
     blocks = unsharded(block_means(k, place.block[1]), plan, 2, "keys", place.block[1])
     scores = tiles @ blocks.mT

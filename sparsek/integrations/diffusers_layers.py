@@ -13,8 +13,10 @@ import types
 from typing import Any, Literal, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+import sparsek as sk
 from sparsek.attn.mask.mask import BlockMask
 from sparsek.attn.mask.rule import MaskRule
 from sparsek.attn.ops.attention import attention
@@ -108,6 +110,39 @@ def form_of(module: Any, layer: str, text: Literal["first", "last"] | None = Non
     return _unfit(own, name) or form
 
 
+class ContextRanks(NamedTuple):
+    """The ranks that share the tokens of a model by diffusers' context parallelism, ring and Ulysses alike."""
+
+    group: Any
+    size: int
+    rank: int
+    even: bool
+
+    @classmethod
+    def of(cls, config: Any) -> ContextRanks | None:
+        """Of a ParallelConfig; None without context parallelism."""
+        config = getattr(config, "context_parallel_config", None)
+        if config is None:
+            return None
+        mesh = config._flattened_mesh
+        group = mesh.get_group()
+        return cls(
+            group, mesh.size(), dist.get_rank(group), not (config.ulysses_anything or config.ring_anything)
+        )
+
+    def split(self, tokens: int) -> list[int]:
+        """The tokens of each rank, as diffusers splits them."""
+        return [tokens // self.size + (rank < tokens % self.size) for rank in range(self.size)]
+
+    def sizes(self, tokens: int) -> list[int]:
+        """The tokens of each rank, `tokens` of this one; the host waits if they may differ."""
+        if self.even:
+            return [tokens] * self.size
+        every: list[Any] = [None] * self.size
+        dist.all_gather_object(every, tokens, self.group)
+        return every
+
+
 class Around:
     """What the processors of one transformer share: the policy with its steps, and the text of the running call.
 
@@ -117,6 +152,36 @@ class Around:
     def __init__(self, sparse: Any, model: Any) -> None:
         self.sparse, self.text = sparse, None
         self._names = tuple(inspect.signature(model.forward).parameters)
+        self._splits_text = "encoder_hidden_states" in (getattr(model, "_cp_plan", None) or {}).get("", {})
+        self._plans: dict[Any, Any] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without plans, whose process groups are of this process."""
+        return {**self.__dict__, "_plans": {}}
+
+    def text_here(self, ranks: ContextRanks | None) -> int:
+        """The text tokens of this rank."""
+        text = self.text or 0
+        return text if ranks is None else ranks.split(text)[ranks.rank]
+
+    def split(self, ranks: ContextRanks, tokens: int, joint: int) -> list[tuple[int, int]] | None:
+        """The tokens of the video and of the text of every rank; None if ranks do not split the text."""
+        if joint and not (self._splits_text and ranks.split(self.text or 0)[ranks.rank] == joint):
+            return None
+        text = ranks.split(self.text or 0) if joint else [0] * ranks.size
+        return list(zip(ranks.sizes(tokens), text, strict=True))
+
+    def plan(self, ranks: ContextRanks, sizes: list[tuple[int, int]], first: bool) -> tuple[Any, bool]:
+        """The plan of a call with these tokens on the ranks, and whether it is new: then ranks compare their calls."""
+        key = ranks.group, tuple(sizes), first
+        new = key not in self._plans
+        if new:
+            order = (1, 0) if first else (0, 1)
+            owner = [rank for at in order for rank, each in enumerate(sizes) for _ in range(each[at])]
+            mask = sk.BlockMask.full(len(owner), device="cpu")
+            given = torch.tensor(owner, dtype=torch.int64, device="cpu")
+            self._plans[key] = sk.distributed.plan(mask, ranks.group, "heads", owner=given)
+        return self._plans[key], new
 
     def before(self, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A hook before the forward pass of the model."""
@@ -159,20 +224,49 @@ class Processor:
         In a processor that was called with `tokens` of the video and `joint` text tokens.
         """
         rows, keys = query.shape[dim], key.shape[dim]
-        if not self._applies(tokens, joint, rows, keys, attn_mask, dropout_p, is_causal):
+        ranks = ContextRanks.of(options.get("parallel_config"))
+        sizes, every = None, tokens
+        if ranks is not None and rows == keys == tokens + joint and tokens > 0:
+            sizes = self._around.split(ranks, tokens, joint)
+            every = tokens * ranks.size if sizes is None else sum(video for video, _ in sizes)
+        if not self._applies(tokens, joint, rows, keys, attn_mask, dropout_p, is_causal, every) or (
+            ranks is not None and not self._is_split(sizes, attn_mask)
+        ):
             return self._dense(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, **options)
-        if options.get("parallel_config") is not None:
-            raise InvalidInput(
-                "context parallelism splits the tokens of a layer, and a policy needs all of them"
-            )
         q, k, v = (x.transpose(dim, 2) for x in (query, key, value))
-        return self._sparsely(q, k, v, joint, attn_mask, scale).transpose(dim, 2)
+        if ranks is None or sizes is None:
+            return self._sparsely(q, k, v, joint, attn_mask, scale).transpose(dim, 2)
+        plan, new = self._around.plan(ranks, sizes, self._form.text == "first")
+        whole = sum(text for _, text in sizes)
+
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return self._sparsely(q, k, v, whole, None, scale)
+
+        return sk.distributed.ulysses(attend, q, k, v, plan, check=new).transpose(dim, 2)
+
+    def _is_split(self, sizes: list[tuple[int, int]] | None, mask: Any) -> bool:
+        """Whether a call of one of several ranks is of tokens whose split is known, without a mask."""
+        if sizes is None:
+            self._stays_dense("called over ranks that do not split the text")
+        elif mask is not None:
+            self._stays_dense("called with a mask over ranks")
+        return sizes is not None and mask is None
 
     def _applies(
-        self, tokens: int, joint: int, rows: int, keys: int, mask: Any, dropout: float, causal: bool
+        self,
+        tokens: int,
+        joint: int,
+        rows: int,
+        keys: int,
+        mask: Any,
+        dropout: float,
+        causal: bool,
+        every: int,
     ) -> bool:
-        """Whether a call is sparse: self-attention of the tokens that are known, in a sparse step."""
-        if not rows == keys == tokens + joint or tokens < 1 or not self._around.sparse.applies(tokens):
+        """Whether a call is sparse: self-attention of the tokens that are known, in a sparse step. `every`: the tokens
+        of the video on all ranks.
+        """
+        if not rows == keys == tokens + joint or tokens < 1 or not self._around.sparse.applies(every):
             return False
         if dropout or causal:
             self._stays_dense("called with dropout" if dropout else "called as causal attention")
@@ -282,7 +376,7 @@ def _class_of(old: type) -> type:
         if given is not None:  # for cross-attention, a call that has no known tokens
             joint, tokens = (given.shape[1], tokens) if self._form.text else (0, -1)
         elif self._form.alone == "joined" and self._around.text is not None:
-            joint = self._around.text
+            joint = self._around.text_here(ContextRanks.of(getattr(self, "_parallel_config", None)))
             tokens -= joint
         elif self._form.alone != "video":
             tokens = -1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.nn.attention.flex_attention import create_block_mask
 
 import sparsek as sk
+from sparsek.integrations.diffusers_layers import Around, Form, Processor
 
 RANKS = 4
 N = 64 * 5 - 23  # uneven tokens, and units that the ranks do not divide
@@ -326,3 +328,78 @@ def flex_alone() -> list[Tensor]:
     (out**2).sum().backward()
     assert block.qkv.weight.grad is not None
     return [out.detach(), block.qkv.weight.grad]
+
+
+def ulysses_alone() -> list[Tensor]:
+    """out and the gradients of torch's own attention, of heads of q that share a head of k."""
+    q, k, v, grad = (x.requires_grad_() for x in operands(N, N)[:4])
+    out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    return [out.detach(), *torch.autograd.grad(out, (q, k, v), grad)]
+
+
+def ulysses_over_ranks(group: Any) -> list[Tensor]:
+    """The same, of tokens that are distributed already, one by one."""
+    d, owner = sk.distributed, torch.arange(N) % 5 % dist.get_world_size(group)
+    plan = d.plan(sk.MaskPolicy(), group, "heads", length=N, owner=owner)
+    q, k, v, grad = (d.shard_sequence(x, plan).requires_grad_() for x in operands(N, N)[:4])
+    attend = functools.partial(
+        torch.nn.functional.scaled_dot_product_attention, is_causal=True, enable_gqa=True
+    )
+    out = d.ulysses(attend, q, k, v, plan)
+    found = out.detach(), *torch.autograd.grad(out, (q, k, v), grad)
+    masked = d.attention(q.detach(), k.detach(), v.detach(), sk.BlockMask.causal(N, block=64), plan=plan)
+    assert torch.allclose(masked, found[0])
+    return [d.unshard_sequence(x, plan) for x in found]
+
+
+TEXT, VIDEO = 7, 200
+
+
+def diffusion_layer() -> tuple[Any, list[Tensor]]:
+    """A processor of diffusers with a policy, and q, k and v [B, text and video, H, D]."""
+
+    def forward(hidden_states: Tensor, encoder_hidden_states: Tensor) -> None: ...
+
+    sparse = SimpleNamespace(
+        policy=sk.policies.MeanTopK(topk=2, block=64, causal=False),
+        applies=lambda tokens: tokens >= VIDEO - 4,
+        dense={},
+    )
+    model = SimpleNamespace(forward=forward, _cp_plan={"": {"encoder_hidden_states": None}})
+    made = object.__new__(Processor)
+    made._around, made._form, made._layer = (
+        Around(sparse, model),
+        Form(text="first", masks="keys"),
+        "blocks.0.attn1",
+    )
+    made._around.text, made._dense = TEXT, lambda *given, **options: None
+    draw = torch.Generator().manual_seed(4)
+    return made, [torch.randn(2, TEXT + VIDEO, 4, 8, generator=draw, dtype=torch.float64) for _ in range(3)]
+
+
+def diffusion_alone() -> Tensor:
+    made, given = diffusion_layer()
+    return made._attend(1, VIDEO, TEXT, *given)
+
+
+def diffusion_over_ranks(mesh: Any) -> list[Any]:
+    """Its output under diffusers' context parallelism: text and video are split each by itself, into uneven parts."""
+    made, given = diffusion_layer()
+    over = SimpleNamespace(_flattened_mesh=mesh, ulysses_anything=True, ring_anything=False)
+    options = {"parallel_config": SimpleNamespace(context_parallel_config=over)}
+    rank, ranks = mesh.get_local_rank(), mesh.size()
+
+    def here(x: Tensor) -> list[Tensor]:
+        return [part.tensor_split(ranks, 1)[rank] for part in x.split((TEXT, VIDEO), 1)]
+
+    text, video = here(given[0])
+    sizes = 1, video.shape[1], text.shape[1]
+    local = [torch.cat(here(x), 1) for x in given]
+    found = [made._attend(*sizes, *local, **options) for _ in range(2)]
+    wanted = torch.cat(here(diffusion_alone()), 1)
+    reasons = []
+    for mask in (torch.ones(2, 1, 1, sum(sizes[1:]), dtype=torch.bool), None):  # and one that is not split
+        assert made._attend(*sizes, *local, mask, **options) is None  # dense
+        reasons += made._around.sparse.dense.values()
+        made._around._splits_text = False
+    return [[(x - wanted).abs().max().item() for x in found], *reasons]

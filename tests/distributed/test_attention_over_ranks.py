@@ -32,6 +32,7 @@ from tests.distributed.mesh_cases import (
     WHOLE,
     N,
     alone,
+    diffusion_over_ranks,
     flex_alone,
     flex_over_ranks,
     learned,
@@ -42,6 +43,8 @@ from tests.distributed.mesh_cases import (
     over_ranks,
     packed_alone,
     packed_over_ranks,
+    ulysses_alone,
+    ulysses_over_ranks,
 )
 from tests.distributed.ranks import run_ranks
 from tests.refusals import refused
@@ -136,6 +139,19 @@ def _faults(rank: int, mesh: Any) -> dict[str, Any]:
         "other documents": lambda: d.attention(
             q[:1], k[:1], v[:1], sk.MaskPolicy(), plan=plan, cu_seqlens=ALIGNED if odd else EDGES
         ),
+        "owners": lambda: d.plan(causal, world, owner=torch.arange(N) % 4),
+        "other owners": lambda: d.plan(causal, world, "heads", owner=torch.arange(N) * (0 if odd else 1) % 4),
+        "owners of both": lambda: d.plan(causal, mesh, "both", owner=torch.zeros(N, dtype=torch.int32)),
+        "few owners": lambda: d.plan(causal, world, "heads", owner=torch.zeros(7, dtype=torch.int32)),
+        "topk of owners": lambda: d.attention(
+            *(torch.ones(1, h, len(range(rank, N, 4)), 8) for h in (4, 2, 2)),
+            sk.MaskPolicy(topk=1),
+            plan=d.plan(causal, world, "heads", owner=torch.arange(N) % 4),
+        ),
+        "ulysses by gather": lambda: d.ulysses(lambda q, k, v: q, q, k, v, plan),
+        "ulysses of a rank": lambda: d.ulysses(
+            lambda q, k, v: q[:, :odd], *(d.shard_sequence(x, tokens) for x in rows), tokens
+        ),
         "unshard whole": lambda: d.unshard_sequence(distribute_tensor(rows[0], flat, [Replicate()]), plan),
         "shard heads": lambda: d.shard_sequence(distribute_tensor(rows[0], flat, [Shard(1)]), plan),
         "unshard": lambda: d.unshard_sequence(q[:, :, 1:] if odd else q, plan),
@@ -214,6 +230,8 @@ def _work(rank: int) -> dict[Any, Any]:
         name, way, sinks, heads, ranks = case
         found[case] = over_ranks(made[name], way, mesh if "both" in way else parts[ranks], sinks, heads)
     found["flex"] = flex_over_ranks(parts[2])
+    found["ulysses"] = ulysses_over_ranks(parts[3])
+    found["diffusion"] = diffusion_over_ranks(init_device_mesh("cpu", (RANKS,)))
     if models is not None:
         found["models"] = models.gemma_over_ranks(world), models.bert_over_ranks(world)
     found["packed"] = {name: packed_over_ranks(name, world, mesh) for name in PACKED}
@@ -276,6 +294,19 @@ def test_modules_that_call_flex_attention(found: list[dict[Any, Any]]) -> None:
             _same(of_one, right)
 
 
+def test_any_attention_with_heads_exchanged(found: list[dict[Any, Any]]) -> None:
+    right = ulysses_alone()
+    for each in found:
+        _same(each["ulysses"], right)
+
+
+def test_a_policy_under_the_context_parallelism_of_diffusers(found: list[dict[Any, Any]]) -> None:
+    for each in found:
+        errors, *reasons = each["diffusion"]
+        assert max(errors) < 1e-12
+        assert reasons == ["called with a mask over ranks", "called over ranks that do not split the text"]
+
+
 @pytest.mark.parametrize("name", WHOLE)
 def test_dtensors_are_whole_and_stay_so(name: str, found: list[dict[Any, Any]]) -> None:
     for each in found:
@@ -316,6 +347,13 @@ ON_ALL = {  # what every rank hears, and what the odd one
     "documents of a mask": "a BlockMask keeps documents apart itself",
     "documents of items": "q has 2 batch items",
     "other documents": "the calls of ranks 2 differ",
+    "owners": "owner cuts units of 64 tokens",
+    "other owners": "the calls of ranks 2 differ",
+    "owners of both": 'owner does not go with how="both"',
+    "few owners": "owner has 7 ranks from 0 to 0; it must have one of 4 for each of 297 tokens",
+    "topk of owners": "tokens the owners of the plan cut",
+    "ulysses by gather": 'how="heads"',
+    "ulysses of a rank": "it must return a tensor",
     "unshard whole": "it must have Shard(2)",
     "shard heads": "it must have Shard(2)",
     "unshard": "along dim 2",

@@ -124,6 +124,22 @@ CALLS: dict[str, Call] = {
         ),
         {"mask": f"{RULES} TokenLists", "cu_seqlens": "none"},
     ),
+    "distributed.ulysses": Call(
+        lambda random: (
+            d.ulysses,
+            {
+                "attend": sk.attention, "q": heads(4), "k": heads(2), "v": heads(2),
+                "plan": _plan("heads"), "check": True,
+            },
+        ),
+    ),
+    "distributed.plan [owner]": Call(
+        lambda random: (
+            d.plan,
+            {"mask": mask(), "mesh": 4, "how": "heads", "owner": torch.arange(mask().q_len) % 4},
+        ),
+        {"mask": RULES, "mesh": "int", "owner": "none"},
+    ),
     "distributed.MeshFlexAttention": Call(
         lambda random: (
             d.MeshFlexAttention,

@@ -452,6 +452,8 @@ def over_ranks() -> Any:
             ]
             edges = torch.tensor([0, 90, 200], dtype=torch.int64, device="cpu")
             found += [d.attention(q[:1], k[:1], v[:1], lists, plan=plan, cu_seqlens=edges)]
+            of_all = d.plan(window(), dist.group.WORLD, "heads", owner=edges.new_zeros(200))
+            found += [d.ulysses(sk.attention, q, k, v, of_all)]
             found += [plan.received(2, 4, 2, 32).tolist(), d.positions(plan), d.unshard_sequence(q, plan)]
     return found, sk.distributed.simulate(window(), (1, 3), "heads")
 
