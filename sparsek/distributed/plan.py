@@ -14,9 +14,10 @@ import torch
 from sparsek.attn.mask.mask import BlockMask
 from sparsek.attn.mask.rule import MaskRule
 from sparsek.core import arguments
-from sparsek.core.arguments import INT32_MAX
+from sparsek.core.arguments import INT32_MAX, faking
 from sparsek.core.errors import InvalidInput
 from sparsek.core.plan_owner import drop_oldest
+from sparsek.core.tracing import untransformed
 from sparsek.distributed.deal import Deal, entries_of, imbalance, unit_pairs
 
 Made = TypeVar("Made")
@@ -71,6 +72,9 @@ class MeshPlan:
     _parts: MeshParts
     _kept: dict[Any, Any] = field(default_factory=dict)
     _masks: dict[Any, MeshPlan] = field(default_factory=dict)
+
+    def __deepcopy__(self, memo: Any) -> MeshPlan:
+        return self  # as of a module that holds it: process groups have no copies
 
     @property
     def ranks(self) -> int:
@@ -323,12 +327,19 @@ class MeshPlan:
 
 
 def once(kept: dict[Any, Any], key: Any, make: Callable[[], Made], most: int = KEPT) -> Made:
-    """What `make()` returned under this key, made outside of inference mode, whose tensors no backward pass saves."""
+    """What `make()` returned under this key, made outside of inference mode, whose tensors no backward pass saves, and
+    of torch.func. Not kept where its tensors are fake, or of a graph that is compiled.
+    """
+    compiled = torch.compiler.is_compiling()
+    if not compiled and faking():
+        return make()
     if key not in kept:
+        if compiled:
+            return make()
         while len(kept) >= most:
             drop_oldest(kept)
         with torch.inference_mode(False):
-            kept[key] = make()
+            kept[key] = untransformed(make)
     return kept[key]
 
 

@@ -29,13 +29,8 @@ def positions(plan: MeshPlan, of: str = "queries", *, device: str | torch.device
     Raises:
         InvalidInput: For a plan without processes.
     """
-    deal, rank = _checked(plan, of)._parts.deal(of), plan._here
-    target = arguments.device("device", "cpu" if device is None else device)
-    return once(
-        plan._parts.kept,
-        ("positions", of, target),
-        lambda: torch.from_numpy(deal.positions(rank).astype(np.int64)).to(target),
-    )
+    _checked(plan, of)._here  # noqa: B018  # InvalidInput without processes
+    return _places(plan, of, arguments.device("device", "cpu" if device is None else device)).clone()
 
 
 def shard_sequence(x: Tensor, plan: MeshPlan, dim: int = 2, of: str = "queries") -> Tensor:
@@ -62,7 +57,7 @@ def shard_sequence(x: Tensor, plan: MeshPlan, dim: int = 2, of: str = "queries")
         return redistributed(x, plan, dim, Shard(dim))
     dim = _check_length(x, dim, length)
     try:
-        return x.index_select(dim, positions(plan, of, device=x.device))
+        return x.index_select(dim, _places(plan, of, x.device))
     except NotImplementedError as error:  # of FP8 under torch.func, for one
         raise InvalidInput(
             f"torch selects no tokens of {x.dtype} here ({error}); convert x to bfloat16"
@@ -132,6 +127,15 @@ def unsharded(x: Tensor, plan: MeshPlan, dim: int, of: str, side: int = 1) -> Te
     exchange = once(parts.kept, ("unshard", of, side, x.device), make)
     (whole,) = exchanged(exchange, rows.reshape(rows.shape[0], int(np.prod(rows.shape[1:]))))
     return whole.reshape(deal.length, *rows.shape[1:]).movedim(0, dim)
+
+
+def _places(plan: MeshPlan, of: str, device: torch.device) -> Tensor:
+    """The positions of this rank's tokens, made once for a device."""
+
+    def make() -> Tensor:
+        return torch.from_numpy(plan._parts.deal(of).positions(plan._here).astype(np.int64)).to(device)
+
+    return once(plan._parts.kept, ("positions", of, device), make)
 
 
 def _checked(plan: MeshPlan, of: str) -> MeshPlan:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 import math
 from collections.abc import Callable
@@ -12,6 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._functorch import is_functorch_wrapped_tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
@@ -20,6 +23,7 @@ from sparsek.core.errors import InvalidInput, MeshError
 from sparsek.core.handshake import agreed
 from sparsek.distributed.exchange import Exchange
 from sparsek.distributed.pieces import key_pieces
+from sparsek.distributed.plan import once
 from tests.distributed.mesh_cases import (
     ALIGNED,
     BATCH,
@@ -190,6 +194,8 @@ def _whole_and_bits(rank: int, mesh: Any) -> dict[str, Any]:
         first = d.attention(q, k, v, plan, pieces=2)
     again = [d.attention(q, k, v, plan, pieces=2, check=False)]
     again += [d.attention(q, k, v, mask, mesh=world, pieces=2) for _ in range(2)]
+    # A model with a plan has copies, which share it.
+    again.append(copy.deepcopy(torch.nn.ModuleList([d.MeshFlexAttention(plan, pieces=2)]))[0](q, k, v))
     found["same bits"] = [torch.equal(first, each) for each in again]
     half = [x.float().requires_grad_() for x in (q, k, v)]
     with torch.autocast("cpu", torch.bfloat16):
@@ -206,6 +212,7 @@ def _whole_and_bits(rank: int, mesh: Any) -> dict[str, Any]:
         slopes=True,
     )
     found["slopes"] = [d.unshard_sequence(x, by_heads) for x in slopes[:3]]
+    d.positions(plan).add_(1)  # the caller's own
     places = d.positions(plan)
     found["positions"] = places, d.unshard_sequence(places[None], plan, dim=1)
     # A loss of the whole result on every rank: the gradient of a shard is the sum over ranks.
@@ -383,7 +390,7 @@ def test_a_rank_that_ended_is_an_error_on_the_others(found: list[dict[Any, Any]]
 
 
 def test_the_bits_of_a_world_repeat(found: list[dict[Any, Any]]) -> None:
-    assert all(each["same bits"] == [True] * 3 for each in found)
+    assert all(each["same bits"] == [True] * 4 for each in found)
 
 
 def test_autocast_casts_as_attention_does(found: list[dict[Any, Any]]) -> None:
@@ -406,6 +413,27 @@ def test_shards_have_positions_and_gradients(found: list[dict[Any, Any]]) -> Non
     for each in found:
         assert torch.equal(each["positions"][1][0], torch.arange(N))
         assert (each["sum"] == sum(range(RANKS + 1))).all()
+
+
+def test_a_plan_keeps_no_tensors_of_fakes_and_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept: dict[Any, Any] = {}
+
+    def make() -> Tensor:
+        return torch.from_numpy(np.arange(3)).clone()
+
+    with FakeTensorMode():
+        assert isinstance(once(kept, "places", make), FakeTensor)
+    assert not kept
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.compiler, "is_compiling", lambda: True)
+        once(kept, "places", make)
+    assert not kept
+    torch.func.vmap(lambda x: x + once(kept, "places", make))(torch.ones(2, 3))
+    torch.func.grad(lambda x: (x * once(kept, "more", make)).sum())(torch.ones(3))
+    assert [type(each) for each in kept.values()] == [Tensor] * 2
+    assert not any(map(is_functorch_wrapped_tensor, kept.values()))
+    with FakeTensorMode():
+        assert isinstance(once(kept, "places", make), FakeTensor)
 
 
 def test_deals_are_even() -> None:
