@@ -179,7 +179,9 @@ def test_lists_over_pages(causal: bool) -> None:
         wanted = attended(q[part].transpose(0, 1)[None], keys[..., :8], keys[..., 8:], own.to_dense(length))
         torch.testing.assert_close(found[part], wanted[0].transpose(0, 1))
         begin += many
-    assert sk.plan_attention_paged(q, cache, *tables, lists).problem.list_block == (1, 16)
+    plan = sk.plan_attention_paged(q, cache, *tables, lists)
+    assert plan.problem.list_block == (1, 16)
+    assert torch.equal(plan(q, cache, *tables, lists), found)
     near = sk.TokenLists(lists.indices, 16, window=4)
     refused("no window and no sinks", sk.attention_paged, q, cache, *tables, near)
     for small in (sk.TokenLists(lists.indices, 8, causal=causal), sk.policies.MoBAGate(topk=2, block=8)):

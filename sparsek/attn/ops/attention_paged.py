@@ -12,9 +12,9 @@ from torch.autograd.graph import increment_version
 from sparsek.attn.mask.pages import PageLists
 from sparsek.attn.mask.rule import MaskPolicy, MaskRule
 from sparsek.attn.mask.token_lists import TokenLists
-from sparsek.attn.ops.attention_paged_lists import choose_lists, pass_lists
+from sparsek.attn.ops.attention_paged_lists import choose_lists
 from sparsek.attn.ops.attention_paged_op import ATTENTION_PAGED, through_op
-from sparsek.attn.plan.attention_paged import AttendedPages, PagedPlan
+from sparsek.attn.plan.attention_paged import AttendedPages, PagedPlan, pass_lists
 from sparsek.attn.plan.paged_checks import check_values
 from sparsek.core import arguments
 from sparsek.core.arguments import is_fake
@@ -182,7 +182,6 @@ def attention_paged(
         sink_logits, k_scale, v_scale, out, return_lse, kernel,
     )  # fmt: skip
     if isinstance(mask, TokenLists):
-        arguments.flag("causal", causal)
         pass_lists(call)
     elif isinstance(mask, MaskRule) and _is_rule(mask):
         arguments.flag("causal", causal)
@@ -269,8 +268,6 @@ def plan_attention_paged(
     if unknown:
         raise TypeError(f"plan_attention_paged() got an unexpected keyword argument '{unknown[0]}'")
     call = AttendedPages(q, cache, block_table, seq_lens, cu_seqlens_q, mask, **options)
-    if isinstance(mask, TokenLists):
-        pass_lists(call)
     given = call.checked(planned=True, predicted=device is not None)
     return ATTENTION_PAGED.plan(given, kernel, config, device)
 

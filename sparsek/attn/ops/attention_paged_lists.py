@@ -1,4 +1,4 @@
-"""Lists of key blocks for a ragged batch over paged keys: of each token, or as a policy chooses them for requests."""
+"""Lists of key blocks for a ragged batch over paged keys, as a policy chooses them for each request."""
 
 from __future__ import annotations
 
@@ -10,56 +10,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from sparsek.attn.mask.lists import BlockLists
-from sparsek.attn.mask.pages import LEAST, PageLists
-from sparsek.attn.mask.token_lists import MOST, TokenLists
+from sparsek.attn.mask.pages import PageLists
 from sparsek.attn.plan import paged_operands as operands
-from sparsek.attn.plan.attention_paged import AttendedPages
+from sparsek.attn.plan.attention_paged import AttendedPages, page_block
 from sparsek.core import arguments
-from sparsek.core.arguments import INT32_MAX, faking, is_fake
+from sparsek.core.arguments import faking, is_fake
 from sparsek.core.errors import InvalidInput
-from sparsek.core.operations import by_kernel
 from sparsek.core.streams import captured
 from sparsek.core.tracing import reads_values
-
-
-def pass_lists(call: AttendedPages) -> None:
-    """Replace TokenLists of a call by lists over pages, whose rows name a block once. No sync."""
-    lists: TokenLists = call.mask
-    if lists.indices.shape[0] != 1:
-        raise InvalidInput(
-            f"indices is {list(lists.indices.shape)}; over pages it must be [1, heads, tokens, n], for all tokens"
-        )
-    if lists.window or lists.sinks:
-        raise InvalidInput(
-            f"mask is {lists.label}; attention_paged has no window and no sinks beside lists: list their blocks"
-        )
-    call.causal, block = lists.causal, _page_block(lists.block)
-    at, counts = lists.indices[0], None if lists.counts is None else lists.counts[0]
-    made = by_kernel("page_lists", at, counts, lists.block) if at.is_cuda else None
-    if made is None:
-        call.mask = PageLists.from_indices(_ascending(at, counts, lists.block), block)
-        return
-    (heads, tokens, n), (full, partial) = at.shape, (BlockLists(*made[:3]), BlockLists(*made[3:]))
-    call.mask = PageLists(full, partial, heads, tokens, block, n)
-
-
-def _page_block(block: int) -> tuple[int, int]:
-    """The block of per-token lists over pages."""
-    if block < LEAST:
-        raise InvalidInput(f"block is {block}; over pages it must be one of {LEAST} to {MOST} keys")
-    return 1, block
-
-
-def _ascending(at: Tensor, counts: Tensor | None, block: int) -> Tensor:
-    """Lists of ascending blocks, int32 [heads, tokens, n], with -1 for those that occur again or cannot exist."""
-    at = at.masked_fill(at > INT32_MAX // block, -1).clamp(min=-1).to(torch.int32)
-    if counts is not None:
-        entry = torch.arange(at.shape[2], dtype=torch.int32, device=at.device)
-        at = at.masked_fill(entry >= counts[..., None], -1)
-    at = at.sort(-1).values
-    again = functional.pad(at[..., 1:] == at[..., :-1], (1, 0)) if at.shape[2] else at < 0
-    return at.masked_fill(again, -1).contiguous()
 
 
 def choose_lists(call: AttendedPages) -> None:
@@ -117,7 +75,7 @@ def _by_token(lists: Sequence[Any]) -> PageLists:
     """The lists of all requests, of as many entries each, with -1 for none."""
     n = max(each.indices.shape[3] for each in lists)
     rows = [functional.pad(each.indices[0], (0, n - each.indices.shape[3]), value=-1) for each in lists]
-    return PageLists.from_indices(torch.cat(rows, 1), _page_block(lists[0].block))
+    return PageLists.from_indices(torch.cat(rows, 1), page_block(lists[0].block))
 
 
 @reads_values("lengths are read", "pass plain tensors")

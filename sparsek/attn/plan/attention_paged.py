@@ -9,7 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
+from torch.nn import functional
 
+from sparsek.attn.mask.lists import BlockLists
+from sparsek.attn.mask.pages import LEAST, PageLists
+from sparsek.attn.mask.token_lists import MOST, TokenLists
 from sparsek.attn.plan import paged_operands as operands
 from sparsek.attn.plan.attention import megabytes
 from sparsek.attn.plan.attention_operands import checked_scale, lse_dtype
@@ -18,9 +22,10 @@ from sparsek.attn.plan.paged_call import Paged
 from sparsek.attn.plan.paged_checks import check_values
 from sparsek.attn.plan.problems import TYPICAL, PagedProblem
 from sparsek.core import arguments
-from sparsek.core.arguments import faking, is_fake
+from sparsek.core.arguments import INT32_MAX, faking, is_fake
 from sparsek.core.device import card_of
 from sparsek.core.errors import InvalidInput
+from sparsek.core.operations import by_kernel
 from sparsek.core.plan_owner import drop_oldest
 from sparsek.core.streams import captured, tensors_in
 from sparsek.engine.plan.plan import Plan
@@ -76,6 +81,8 @@ class AttendedPages:
         """
         q, block_table, seq_lens, cu_seqlens_q = self.q, self.block_table, self.seq_lens, self.cu_seqlens_q
         sink_logits, out = self.sink_logits, self.out
+        if isinstance(self.mask, TokenLists):
+            pass_lists(self)
         k, v = operands.split_cache(q, self.cache)
         if not predicted:
             arguments.supported("q", q.device)
@@ -107,6 +114,46 @@ class AttendedPages:
         if on_cpu and not (planned or predicted):
             check_values(call, every=False)
         return call
+
+
+def pass_lists(call: AttendedPages) -> None:
+    """Replace TokenLists of a call by lists over pages, whose rows name a block once. No sync."""
+    lists: TokenLists = call.mask
+    arguments.flag("causal", call.causal)
+    if lists.indices.shape[0] != 1:
+        raise InvalidInput(
+            f"indices is {list(lists.indices.shape)}; over pages it must be [1, heads, tokens, n], for all tokens"
+        )
+    if lists.window or lists.sinks:
+        raise InvalidInput(
+            f"mask is {lists.label}; attention_paged has no window and no sinks beside lists: list their blocks"
+        )
+    call.causal, block = lists.causal, page_block(lists.block)
+    at, counts = lists.indices[0], None if lists.counts is None else lists.counts[0]
+    made = by_kernel("page_lists", at, counts, lists.block) if at.is_cuda else None
+    if made is None:
+        call.mask = PageLists.from_indices(_ascending(at, counts, lists.block), block)
+        return
+    (heads, tokens, n), (full, partial) = at.shape, (BlockLists(*made[:3]), BlockLists(*made[3:]))
+    call.mask = PageLists(full, partial, heads, tokens, block, n)
+
+
+def page_block(block: int) -> tuple[int, int]:
+    """The block of per-token lists over pages."""
+    if block < LEAST:
+        raise InvalidInput(f"block is {block}; over pages it must be one of {LEAST} to {MOST} keys")
+    return 1, block
+
+
+def _ascending(at: Tensor, counts: Tensor | None, block: int) -> Tensor:
+    """Lists of ascending blocks, int32 [heads, tokens, n], with -1 for those that occur again or cannot exist."""
+    at = at.masked_fill(at > INT32_MAX // block, -1).clamp(min=-1).to(torch.int32)
+    if counts is not None:
+        entry = torch.arange(at.shape[2], dtype=torch.int32, device=at.device)
+        at = at.masked_fill(entry >= counts[..., None], -1)
+    at = at.sort(-1).values
+    again = functional.pad(at[..., 1:] == at[..., :-1], (1, 0)) if at.shape[2] else at < 0
+    return at.masked_fill(again, -1).contiguous()
 
 
 def _page_scales(k: Tensor, scales: list[Any]) -> list[Tensor | None]:

@@ -147,8 +147,8 @@ def visible(q: Tensor, k: Tensor, mask: Any, causal: bool) -> VisibleKeys:
         _check_lists(q, k, mask)
         return VisibleKeys(causal, lists=mask)
     raise InvalidInput(
-        f"mask is {shown(mask)}; it must be None, a MaskPolicy, PageLists, or a policy of sparsek.policies. Masks of "
-        "single requests join by PageLists.of_masks; Quest's pages go in as quest.lists(...)"
+        f"mask is {shown(mask)}; it must be None, a MaskPolicy, PageLists, TokenLists, or a policy of "
+        "sparsek.policies. Masks of single requests join by PageLists.of_masks; Quest's pages go in as quest.lists(...)"
     )
 
 

@@ -1,5 +1,5 @@
 """Lists over pages from those of each token, in one launch of plain Triton: the entries of a list ascend, and one that
-occurs again is -1. `pass_lists` in ops/attention_paged_lists.py is the specification. Any CUDA GPU, and Triton's
+occurs again is -1. `pass_lists` in plan/attention_paged.py is the specification. Any CUDA GPU, and Triton's
 interpreter.
 
 Bottleneck: the host, with one launch and one allocation.

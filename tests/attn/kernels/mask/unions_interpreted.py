@@ -14,7 +14,7 @@ from sparsek.attn.kernels.mask.unions import token_unions
 from sparsek.attn.mask.build.unions import UnionInputs, specified, written
 from sparsek.attn.mask.mask import BlockMask
 from sparsek.attn.mask.pages import PageLists
-from sparsek.attn.ops.attention_paged_lists import _ascending
+from sparsek.attn.plan.attention_paged import _ascending
 from tests.attn.mask.drawn_choices import same
 from tests.attn.mask.drawn_lists import CASES, drawn, drawn_indices
 from tests.sampling import sampled
