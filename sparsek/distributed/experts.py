@@ -12,6 +12,7 @@ from torch.distributed.tensor import Replicate, Shard
 from sparsek.core import arguments
 from sparsek.core.handshake import failed
 from sparsek.distributed.exchange import Exchange, Exchanged, exchanged
+from sparsek.distributed.plan import once
 from sparsek.nn.experts import packed_names, weighted_sum
 from sparsek.nn.gated import Fitted, fitted_class
 from sparsek.nn.parallel_linear import (
@@ -51,11 +52,12 @@ class ParallelExperts(Fitted):
         own: Any = self
         split: Split = own._split
         self._check(hidden_states, top_k_index, top_k_weights)
-        x, index, weights = given = [laid_out(z, split) for z in (hidden_states, top_k_index, top_k_weights)]
+        index = top_k_index.long()  # backends know few dtypes
+        x, index, weights = given = [laid_out(z, split) for z in (hidden_states, index, top_k_weights)]
         if x.placements[0] == split.outputs == Replicate():
             x, index, weights = (everywhere(each, split) for each in given)
             y = weighted_sum(self, x, self._mine(index), weights)
-            return summed(self._joined(y, x, weights), split)
+            return summed(y, split)
         y = self._exchanged(*(moved(each, Shard(0)).to_local() for each in given))
         if split.local and split.outputs == Shard(0):  # of any number of tokens
             return y
@@ -67,10 +69,11 @@ class ParallelExperts(Fitted):
         own: Any = self
         split: Split = own._split
         (tokens, top), ranks, row = index.shape, len(split.sizes), 1 + max(split.sizes)
-        if index.device not in own._places:
-            own._places[index.device] = torch.tensor(_places(split.sizes), device=index.device)
+        made = once(
+            own._places, index.device, lambda: torch.tensor(_places(split.sizes), device=index.device)
+        )
         ids = torch.where((index < 0) | (index > own.all_experts), own.all_experts, index)
-        places = own._places[index.device][ids]
+        places = made[ids]
         to = places // row
         # A token goes to a rank once, as the first of its pairs with an expert there.
         again = (to.unsqueeze(2) == to.unsqueeze(1)).tril(-1).any(2)
@@ -94,7 +97,7 @@ class ParallelExperts(Fitted):
         (index,) = under_way[2].placed()
         per_expert = [sum(each) for each in zip(*arrives, strict=True)][1 : 1 + own.num_experts]
         y = weighted_sum(self, x, self._mine(index), weights, per_expert)
-        (y,) = exchanged(back, self._joined(y, x, weights))
+        (y,) = exchanged(back, y)
         return y.view(tokens, top, y.shape[1]).sum(1)
 
     def _mine(self, index: Tensor) -> Tensor:
@@ -102,13 +105,6 @@ class ParallelExperts(Fitted):
         own: Any = self
         index = index - sum(own._split.sizes[: own._split.rank])
         return index.masked_fill((index < 0) | (index >= own.num_experts), own.num_experts)
-
-    def _joined(self, y: Tensor, *given: Tensor) -> Tensor:
-        """y, which a rank without tokens has gradients of zeros through, for the collectives of the others."""
-        for each in (*given, *(layer.weight_values() for layer in self._layers())):
-            if each is not None and each.requires_grad:
-                y = y + each.flatten()[:0].sum().to(y.dtype)
-        return y
 
     def _layers(self) -> list[Any]:
         own: Any = self

@@ -328,15 +328,14 @@ def weighted_sum(
     places = torch.arange(len(order), device=ids.device) + ahead
     rows = ids.new_zeros(sum(sizes), dtype=torch.int64).index_copy(0, places, order // top)
     x = hidden_states[rows]
-    through, done = experts._experts(hidden_states), []
-    for expert, part in enumerate(x.split(sizes)):
-        if counts[expert]:
-            done.append(through(part, expert))
-    if not done:
-        return torch.zeros_like(hidden_states)
+    through, parts = experts._experts(hidden_states), x.split(sizes)
+    busy = [expert for expert in range(count) if counts[expert]] or [
+        0
+    ]  # one: for its checks, and for gradients
+    done = [through(parts[expert], expert) for expert in busy]
     y = torch.cat(done)[places] * top_k_weights.reshape(-1)[order, None]
     y = y.new_zeros(len(ids), y.shape[1]).index_copy(0, order, y)
-    return y.view(-1, top, y.shape[1]).sum(1).to(hidden_states.dtype)
+    return y.view(len(top_k_index), top, y.shape[1]).sum(1).to(hidden_states.dtype)
 
 
 UNTRACED: list[Any] = []  # `weighted_sum` for torch.compile

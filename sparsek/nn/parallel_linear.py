@@ -23,7 +23,7 @@ from torch.nn import functional
 
 from sparsek.core import arguments
 from sparsek.core.errors import InvalidInput
-from sparsek.core.handshake import failed
+from sparsek.core.handshake import failed, refuse_transforms
 from sparsek.nn.agreement import check_calls
 from sparsek.nn.gated import Fitted, fitted_class
 from sparsek.nn.indices import unguarded
@@ -162,12 +162,6 @@ class ParallelLinear(Fitted):
         if bias is not None:
             y = y + _replicated(bias, split, y)
         return _finished(y, split, act or "", residual, sizes)
-
-    def weight_values(self) -> Tensor | None:
-        """The Parameter of the values, as this rank has it, differentiable; None in FP8."""
-        own: Any = self
-        values = own._parameters.get("values")
-        return None if values is None else values.to_local()
 
     def gathered(self) -> Any:
         """Return the SparseLinear of one process, with the tensors of all ranks. Every rank must call this."""
@@ -442,6 +436,7 @@ def check_given(
 
 def _why_not_given(x: Any, split: Split, features: int) -> str:
     try:
+        refuse_transforms("a module that is split over a mesh")
         if not is_split(x):
             arguments.dense("x", x)
     except InvalidInput as error:

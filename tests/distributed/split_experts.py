@@ -106,7 +106,7 @@ def experts_of_ranks() -> None:
         given = routed(sum(sizes), top)
         if top == 2:
             given[2][:] = 2  # twice the same expert: the ranks of others get no token
-        given[2] = given[2].int() if top == 3 else given[2]
+        given[2] = given[2].to(torch.uint8) if top == 3 else given[2].int()
         mine: Any = functools.partial(lambda each, sizes: each.split(sizes)[rank], sizes=sizes)
         if sum(sizes):
             compare_experts(whole, split, given, mine, mine)
@@ -154,3 +154,6 @@ def calls_of_experts_that_differ_are_refused_on_all() -> None:
     )
     raises("'x' differ between ranks", lambda: split(x.requires_grad_(rank == 2), index, weights))
     raises("x must be a dense", lambda: split(None if rank else x, index, weights))
+    index[:] = 0  # an expert of the first rank, and yet all refuse
+    raises("W is torch.float64 and x torch.float32", lambda: split(x.detach().float(), index, weights))
+    raises("torch.func", lambda: torch.func.grad(lambda x: split(x, index, weights).sum())(x.detach()))
