@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.nn.attention.flex_attention import create_block_mask
 
 import sparsek as sk
+from sparsek.distributed.dtensors import _exchanges
 from sparsek.integrations.diffusers_layers import Around, Form, Processor
 
 RANKS = 4
@@ -349,6 +350,8 @@ def ulysses_over_ranks(group: Any) -> list[Tensor]:
     found = out.detach(), *torch.autograd.grad(out, (q, k, v), grad)
     masked = d.attention(q.detach(), k.detach(), v.detach(), sk.BlockMask.causal(N, block=64), plan=plan)
     assert torch.allclose(masked, found[0])
+    split = torch.arange(N) // -(-N // dist.get_world_size(group))
+    assert not _exchanges(d.plan(sk.BlockMask.causal(N), group, "heads", owner=split), "keys", q.device)
     return [d.unshard_sequence(x, plan) for x in found]
 
 
