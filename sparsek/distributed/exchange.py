@@ -74,8 +74,9 @@ class Exchange:
         return Exchange(*back, self.group, self.what)
 
     def _all_to_all(self, out: Tensor, given: Tensor, to: tuple[int, ...], of: tuple[int, ...]) -> Any:
+        both = out.view(torch.uint8), given.view(torch.uint8)  # backends know few dtypes
         try:
-            return dist.all_to_all_single(out, given, list(to), list(of), group=self.group, async_op=True)
+            return dist.all_to_all_single(*both, list(to), list(of), group=self.group, async_op=True)
         except RuntimeError as error:
             raise failed(f"the exchange of {self.what}", self.group, error) from error
 
@@ -101,7 +102,8 @@ class Arriving(NamedTuple):
         each = self.exchange
         each.wait(self.work)
         found = self.arrived.new_zeros((each.rows, self.arrived.shape[1]))
-        found.index_copy_(0, each.place, self.arrived)
+        kind = torch.uint8 if found.itemsize == 1 else found.dtype  # FP8 is not copied by index
+        found.view(kind).index_copy_(0, each.place, self.arrived.view(kind))
         return list(found.split(self.widths, 1))
 
     def added(self, total: Tensor | None = None) -> Tensor:
