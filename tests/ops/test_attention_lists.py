@@ -96,6 +96,15 @@ def test_the_cure_of_a_plan_made_of_lists_cures() -> None:
     assert torch.equal(sk.plan_attention(q, k, v, mask)(q, k, v, mask), wanted)
 
 
+def test_times_of_lists_that_the_host_has_not_read_are_told_as_bounds() -> None:
+    q, k = (torch.empty(1, heads, 256, 64, dtype=torch.bfloat16) for heads in (8, 2))
+    mask = drawn_lists((1, 2, 256, 3), 64, 256, 0).mask_for(q, k)
+    told = "times and roofline are for the most blocks"
+    assert told not in sk.plan_attention(q, k, k, mask, device="h200").explain()
+    object.__setattr__(mask, "sizes", mask.sizes._replace(exact=False))  # as that of a GPU
+    assert told in sk.plan_attention(q, k, k, mask, device="h200").explain()
+
+
 LENGTHS = [100, 0, 64, 1, 30]
 
 

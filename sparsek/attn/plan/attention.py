@@ -29,6 +29,10 @@ from sparsek.engine.plan.plan import Plan
 from sparsek.engine.plan.select import Choice
 
 NONE: Any = None  # an operand of a call that has none
+BOUNDS = (
+    "  bounds     times and roofline are for the most blocks that the mask may have; a plan that is made after "
+    "mask.verify(wait=True) has its own"
+)
 Problem = TypeVar("Problem", bound=AttentionProblem)
 
 
@@ -318,7 +322,8 @@ class MaskPlan(Plan):
             kept.append(f"plan {megabytes(self._own())}")
         more = f"; kept beside them: {', '.join(kept)}" if kept else ""
         name, size = self._tensors()
-        return [f"  memory     {name} {megabytes([size])}{more}", *super().details()]
+        bounds = [] if self.problem.exact else [BOUNDS]
+        return [*bounds, f"  memory     {name} {megabytes([size])}{more}", *super().details()]
 
     def _tensors(self) -> tuple[str, int]:
         """The tensors that a call reads and writes, and their bytes."""
