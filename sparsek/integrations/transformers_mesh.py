@@ -17,6 +17,7 @@ from sparsek.core.errors import InvalidInput
 from sparsek.integrations.transformers_masks import MaskRequest, ModelMask, Rules
 
 IGNORED = -100  # a label without a loss, as in transformers
+ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}  # of config.layer_types
 
 
 class MeshMask(ModelMask):
@@ -32,6 +33,11 @@ class MeshMask(ModelMask):
         if getattr(config, "sparsek", None) is not None:
             raise InvalidInput(
                 "config.sparsek does not go with a plan; plan with its mask, such as MaskPolicy(...).packed(cu_seqlens)"
+            )
+        others = set(getattr(config, "layer_types", None) or ()) - ATTENTION
+        if others:
+            raise InvalidInput(
+                f"the model has layers of the kinds {', '.join(sorted(others))}, which mix the tokens of a rank alone"
             )
         rules = Rules.of(function)
         if rules is None or rules.chunks is not None or rules.ids is not None:
@@ -98,8 +104,9 @@ def mesh_inputs(
         check: The same.
         **inputs: Inputs of the whole sequence, the same on all ranks: `input_ids` or `inputs_embeds`, and others. Those
             with B or 1 batch items and all tokens [B, S, ...] are sharded. `position_ids` are the places in the
-            sequence by default. `labels` are shifted before they are sharded, and the loss of a rank is its part of the
-            mean: the sum over ranks is the loss, and sums of gradients over ranks are its gradients.
+            sequence by default. `labels` [B, S] are those of a causal language model: they are shifted before they are
+            sharded, and the loss of a rank is its part of the mean. The sum over ranks is the loss, and sums of
+            gradients over ranks are its gradients. Compute other losses from unsharded logits.
 
     Raises:
         InvalidInput: For a plan of something else, of a policy that chooses, or without processes; for inputs without

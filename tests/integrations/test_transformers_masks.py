@@ -1,6 +1,7 @@
 """What transformers' mask functions become, against what they say of every pair."""
 
 import itertools
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -262,3 +263,6 @@ def test_what_a_model_over_a_mesh_refuses() -> None:
             mask.of_layers(function, None)
     with pytest.raises(InvalidInput, match="plan with its mask"):
         mask.of_layers(KNOWN["causal"], transformers.LlamaConfig(sparsek={"window": 64}))
+    mixed = SimpleNamespace(layer_types=["linear_attention", "full_attention"])
+    with pytest.raises(InvalidInput, match="kinds linear_attention, which mix"):
+        mask.of_layers(KNOWN["causal"], mixed)
