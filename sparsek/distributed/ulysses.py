@@ -10,6 +10,7 @@ from torch import Tensor
 
 from sparsek.attn.mask.operands import check_tensors
 from sparsek.attn.mask.rule import MaskRule
+from sparsek.attn.ops.attention import follow_autocast
 from sparsek.core import arguments
 from sparsek.core.errors import InvalidInput
 from sparsek.core.handshake import agreed, refuse_transforms
@@ -57,10 +58,12 @@ def ulysses(
     plan._here  # noqa: B018  # InvalidInput without processes
 
     def checks() -> str:
+        nonlocal q, k, v
         arguments.flag("check", check)
         refuse_transforms(NAME)
         if not callable(attend):
             raise InvalidInput(f"attend is {arguments.shown(attend)}; it must be a function of q, k and v")
+        q, k, v = follow_autocast(q, k, v)
         check_tensors(q, k, v)
         own = int(plan._parts.queries.tokens[plan._here]), int(plan._parts.keys.tokens[plan._here])
         if (q.shape[2], k.shape[2]) != own:
@@ -85,6 +88,8 @@ def ulysses(
             raise InvalidInput(
                 f"attend returned {arguments.shown(out)}; it must return a tensor {wanted} in {all_q.dtype}"
             )
+        if q.shape[1] < plan.ranks:  # ranks without heads have gradients through all three
+            out = out + sum(x.flatten()[:0].sum() for x in (all_q, all_k, all_v))
         return out, out[..., 0]
 
     return by_heads(q, k, v, plan, ANY, of_rows, {"sink_logits": None}, groups if check else [], False)[0]

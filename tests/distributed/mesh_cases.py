@@ -350,6 +350,13 @@ def ulysses_over_ranks(group: Any) -> list[Tensor]:
     found = out.detach(), *torch.autograd.grad(out, (q, k, v), grad)
     masked = d.attention(q.detach(), k.detach(), v.detach(), sk.BlockMask.causal(N, block=64), plan=plan)
     assert torch.allclose(masked, found[0])
+    # One head, of a function that learns from v alone: ranks without heads make all exchanges too.
+    one = [d.shard_sequence(x, plan).float().requires_grad_() for x in operands(N, N, 1, 1)[:3]]
+    with torch.autocast("cpu", torch.bfloat16):
+        half = d.ulysses(lambda q, k, v: attend(q.detach(), k.detach(), v), *one, plan)
+    half.sum().backward()
+    assert half.dtype == torch.bfloat16
+    assert [bool(x.grad is not None and x.grad.any()) for x in one] == [False, False, True]
     split = torch.arange(N) // -(-N // dist.get_world_size(group))
     assert not _exchanges(d.plan(sk.BlockMask.causal(N), group, "heads", owner=split), "keys", q.device)
     return [d.unshard_sequence(x, plan) for x in found]
