@@ -22,6 +22,7 @@ from sparsek.attn.mask.rule import MaskRule
 from sparsek.attn.ops.attention import attention
 from sparsek.attn.reference.attention import merge_attention
 from sparsek.core.errors import InvalidInput
+from sparsek.core.plan_owner import drop_oldest
 
 DISPATCH, TORCH = "dispatch_attention_fn", "scaled_dot_product_attention"
 USUAL = ("attn", "hidden_states", "encoder_hidden_states", "attention_mask", "image_rotary_emb")
@@ -110,6 +111,9 @@ def form_of(module: Any, layer: str, text: Literal["first", "last"] | None = Non
     return _unfit(own, name) or form
 
 
+PLANS = 8  # sizes of videos and texts, whose plans are kept
+
+
 class ContextRanks(NamedTuple):
     """The ranks that share the tokens of a model by diffusers' context parallelism, ring and Ulysses alike."""
 
@@ -176,6 +180,8 @@ class Around:
         key = ranks.group, tuple(sizes), first
         new = key not in self._plans
         if new:
+            while len(self._plans) >= PLANS:
+                drop_oldest(self._plans)
             order = (1, 0) if first else (0, 1)
             owner = [rank for at in order for rank, each in enumerate(sizes) for _ in range(each[at])]
             mask = sk.BlockMask.full(len(owner), device="cpu")

@@ -17,7 +17,7 @@ from torch.nn.attention.flex_attention import create_block_mask
 
 import sparsek as sk
 from sparsek.distributed.dtensors import _exchanges
-from sparsek.integrations.diffusers_layers import Around, Form, Processor
+from sparsek.integrations.diffusers_layers import Around, ContextRanks, Form, Processor
 
 RANKS = 4
 N = 64 * 5 - 23  # uneven tokens, and units that the ranks do not divide
@@ -408,6 +408,9 @@ def diffusion_over_ranks(mesh: Any) -> list[Any]:
     found = [made._attend(*sizes, *local, **options) for _ in range(2)]
     wanted = torch.cat(here(diffusion_alone()), 1)
     reasons = []
+    for size in range(10):  # plans of the last few sizes are kept
+        made._around.plan(ContextRanks.of(options["parallel_config"]), [(64 + size, 0)] * ranks, True)
+    assert len(made._around._plans) == 8
     for mask in (torch.ones(2, 1, 1, sum(sizes[1:]), dtype=torch.bool), None):  # and one that is not split
         assert made._attend(*sizes, *local, mask, **options) is None  # dense
         reasons += made._around.sparse.dense.values()
