@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from sparsek.core.errors import InvalidInput
+from sparsek.core.tracing import untransformed
 from sparsek.nn.gated import Fitted, activation_of, may_fuse
 from sparsek.nn.indices import SAVED, guard
 from sparsek.nn.regrow import record
@@ -158,11 +159,10 @@ def split_rows(w: Any, count: int) -> list[Any]:
             for part, scale in zip(parts, scales, strict=True)
         ]
     if isinstance(w, Semi24):
-        values = w.values.view(count, -1, w.values.shape[1]).unbind(0)
-        metas = owner_of(w.meta).derived(
-            ("rows", count), lambda: w.meta.view(count, -1, w.meta.shape[1]).unbind(0)
-        )
-        return [Semi24.unchecked(*each) for each in zip(values, metas, strict=True)]
+        sizes = [len(w.values) // count] * count
+        return [
+            Semi24.unchecked(*each) for each in zip(w.values.split(sizes), _cut(w.meta, sizes), strict=True)
+        ]
     pattern = w.pattern
     rows = pattern.grid[0] // count
     patterns = pattern.derived(
@@ -171,8 +171,19 @@ def split_rows(w: Any, count: int) -> list[Any]:
     sizes = [each.nnzb for each in patterns]
     parts = [patterns, w.values.split(sizes)]
     if not isinstance(w, BSR):
-        parts.append(owner_of(w.meta).derived(("rows", count), lambda: w.meta.split(sizes)))
+        parts.append(_cut(w.meta, sizes))
     return [type(w).unchecked(*each) for each in zip(*parts, strict=True)]
+
+
+def _cut(meta: Tensor, sizes: list[int]) -> tuple[Tensor, ...]:
+    """Parts of metadata: views, kept as long as it is in the same memory, and cut alike."""
+    kept: dict[Any, Any] = owner_of(meta).derived("parts", dict)
+    place = meta.data_ptr(), *sizes
+    if place not in kept:
+        kept.clear()
+        with torch.inference_mode(False):
+            kept[place] = untransformed(lambda: meta.split(sizes))
+    return kept[place]
 
 
 def padded(count: int) -> int:

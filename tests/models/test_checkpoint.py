@@ -15,6 +15,8 @@ from torch import nn
 import sparsek as sk
 from sparsek.core.errors import InvalidFile, InvalidInput
 from sparsek.files.tensor_file import opened
+from sparsek.nn.experts import split_rows
+from sparsek.products.formats.quantized import Quantized
 
 HALF = sk.BlockSparse(block=32, keep=0.5)
 CONFIGS = (
@@ -118,6 +120,31 @@ def test_a_sparse_model_takes_another_pattern(tmp_path: Path) -> None:
     sk.save_model(sparse(), tmp_path)
     other = sparse(sk.BlockSparse(block=64, keep=0.25))
     same(sk.load_model(other, tmp_path), sparse())
+
+
+@pytest.mark.parametrize("by", ["load_state_dict", "data"])
+@pytest.mark.parametrize(
+    "config",
+    [sk.SemiSparse(), sk.BlockSemiSparse(64, 0.5, scope="global"), sk.Float8(sk.SemiSparse())],
+    ids=repr,
+)
+def test_the_rows_of_experts_follow_what_is_loaded(config: Any, by: str) -> None:
+    """Experts then have other numbers of blocks, and metadata in the same tensor may be in other memory."""
+    torch.manual_seed(0)
+    layer, other = (sk.nn.SparseLinear.from_dense(torch.randn(512, 128), config) for _ in range(2))
+    split_rows(layer.weight, 4)
+    if by == "data":
+        for mine, its in zip(
+            layer.state_dict(keep_vars=True).values(), other.state_dict().values(), strict=True
+        ):
+            mine.data = its.clone()
+    else:
+        layer.load_state_dict(other.state_dict())
+    found = [
+        (part.dequantize() if part.__class__ is Quantized else part).to_dense()
+        for part in split_rows(layer.weight, 4)
+    ]
+    assert torch.equal(torch.cat(found), other.to_dense())
 
 
 def test_a_dense_model_does_not_take_the_file(tmp_path: Path) -> None:
