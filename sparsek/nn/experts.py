@@ -299,6 +299,17 @@ def _rows(experts: Any, name: str, count: int) -> Any:
     """The weights of experts, or halves of them."""
     weight = _weight(experts, name)
     if isinstance(weight, SparseLinear):
+        if weight.activation is not None:
+            raise InvalidInput(
+                f"{name} applies {weight.activation!r}, and packed experts have an activation of their own: set that "
+                f"of {name} to None"
+            )
+        pruned = weight._parameters.get("pruned")
+        if pruned is not None and pruned.requires_grad and torch.is_grad_enabled():
+            raise InvalidInput(
+                f"{name} has pruned elements that learn (keep_pruned), and those of packed experts get no gradient: "
+                f"set pruned of {name} to None; choose_again(scores) needs none"
+            )
         return split_rows(weight.weight, count)
     return weight.mT if experts.is_transposed else weight
 

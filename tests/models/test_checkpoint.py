@@ -17,6 +17,8 @@ from sparsek.core.errors import InvalidFile, InvalidInput
 from sparsek.files.tensor_file import opened
 from sparsek.nn.experts import split_rows
 from sparsek.products.formats.quantized import Quantized
+from tests.house.tools import need
+from tests.refusals import refused
 
 HALF = sk.BlockSparse(block=32, keep=0.5)
 CONFIGS = (
@@ -145,6 +147,31 @@ def test_the_rows_of_experts_follow_what_is_loaded(config: Any, by: str) -> None
         for part in split_rows(layer.weight, 4)
     ]
     assert torch.equal(torch.cat(found), other.to_dense())
+
+
+def test_what_packed_experts_do_not_compute_is_refused() -> None:
+    """Their layers are multiplied without a call."""
+    need("transformers")
+    from tests.integrations.models import transformers
+
+    sizes = dict.fromkeys(("vocab_size", "hidden_size", "intermediate_size"), 64)
+    heads = {
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "num_hidden_layers": 1,
+        "num_local_experts": 2,
+    }
+    model = transformers.MixtralForCausalLM(transformers.MixtralConfig(**sizes, **heads)).eval()
+    sk.sparsify_(model, {"*experts.*": sk.SemiSparse()})
+    layer, words = model.get_submodule("model.layers.0.mlp.experts.down_proj"), torch.arange(8)[None]
+    layer.keep_pruned()
+    refused("down_proj has pruned elements .* set pruned of down_proj to None", model, words)
+    with torch.no_grad():
+        right = model(words).logits
+    layer.pruned, layer.activation = None, "relu"
+    refused("down_proj applies 'relu', .* set that of down_proj to None", model, words)
+    layer.activation = None
+    torch.testing.assert_close(model(words).logits, right)
 
 
 def test_a_dense_model_does_not_take_the_file(tmp_path: Path) -> None:
