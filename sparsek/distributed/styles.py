@@ -210,7 +210,7 @@ class ExpertsSparse(ColwiseSparse):
                 raise InvalidInput(
                     f"ExpertsSparse takes packed experts without biases, got {type(experts).__name__}"
                 )
-            layers = [_splittable(experts._modules.get(name), f"ExpertsSparse, {name}") for name in names]
+            layers = [_splittable(getattr(experts, name), f"ExpertsSparse, {name}") for name in names]
             total = experts.num_experts
             weights: Any = sum(_stored(each, "rows", each.out_features // total) for each in layers)
             counts = _sizes(self.split, device_mesh.size(), total, weights, 1, "experts")
@@ -276,8 +276,8 @@ def _splittable(layer: Any, style: str) -> Any:
     """The layer, if a style can split it."""
     if not isinstance(layer, SparseLinear):
         raise InvalidInput(
-            f"{style} takes a SparseLinear, got {type(layer).__name__}; torch.distributed.tensor.parallel has styles "
-            "for dense layers"
+            f"{style} takes a SparseLinear, got {type(layer).__name__}; sk.sparsify_ makes one, and "
+            "torch.distributed.tensor.parallel has styles for dense layers"
         )
     if isinstance(layer, ParallelLinear):
         raise InvalidInput(f"{style}: this layer is split over a mesh already: {layer._split.mesh}")

@@ -130,7 +130,7 @@ def experts_of_ranks() -> None:
         assert isinstance(found, DTensor)
         near(found.full_tensor(), whole(x, index, weights))
     even = sk.distributed.ExpertsSparse()
-    raises("takes a SparseLinear", lambda: even._apply(Experts(4), mesh))
+    raises("takes a SparseLinear, got Parameter; sk.sparsify_", lambda: even._apply(Experts(4), mesh))
     raises("do not divide by 4", lambda: even._apply(whole, mesh))
     raises("add up to 6", lambda: sk.distributed.ExpertsSparse(split=(3, 3))._apply(whole, mesh))
 
