@@ -65,6 +65,10 @@ def submask(
         found[at] = np.bincount(row[kept], minlength=of.size)
         made.append((np.cumsum(found) - found, found, column[kept]))
     rules = None if host.rules is None else host.rules.reshape(-1, words)[entries].ravel()
+    bits = host.bits
+    if bits is not None and len(bits) and rules is not None:  # those that are used here
+        used, rules = np.unique(np.append(rules, (-1, 0)), return_inverse=True)
+        bits, rules = bits[used[1:]], rules[:-2] - 1
     lo, hi = _interval(mask, tiles, place, q_len)
     sizes = exact_sizes(made[0][1], made[1][1])
 
@@ -75,7 +79,7 @@ def submask(
     part = BlockMask.unchecked(
         q_len=q_len, kv_len=kv_len, block=mask.block, batch=mask.batch, heads=mask.heads,
         full=lists[0], partial=lists[1], lo=there(lo), hi=there(hi), rules=there(rules),
-        bits=None if mask.bits is None else mask.bits.to(device), sizes=sizes, pure=mask.pure,
+        bits=there(bits), sizes=sizes, pure=mask.pure,
         label=f"part of {mask.label or 'blocks'}", members=members,
     )  # fmt: skip
     if exact:

@@ -66,7 +66,10 @@ def test_a_part_of_a_mask_has_its_elements(name: str) -> None:
     kept = [np.flatnonzero(draw.random(columns) < 0.7) for _ in range(groups)]
     rows = [np.flatnonzero(draw.random(tiles) < 0.7) for _ in range(groups)]
     lengths = max(map(len, rows)) * bq, max(map(len, kept)) * bk
-    found = submask(mask, rows, kept, *lengths, CPU).to_dense().view(groups, *lengths)
+    part = submask(mask, rows, kept, *lengths, CPU)
+    found = part.to_dense().view(groups, *lengths)
+    if part.bits is not None:  # no others than are used
+        assert len(part.bits) <= max(1, part.host.partial.counts.sum())
     whole = mask.to_dense().expand(mask.batch, mask.heads, -1, -1).reshape(groups, mask.q_len, mask.kv_len)
     q, k = _of(rows, bq, mask.q_len, lengths[0]), _of(kept, bk, mask.kv_len, lengths[1])
     for group in range(groups):
