@@ -66,7 +66,7 @@ def submask(
         made.append((np.cumsum(found) - found, found, column[kept]))
     rules = None if host.rules is None else host.rules.reshape(-1, words)[entries].ravel()
     bits = host.bits
-    if bits is not None and len(bits) and rules is not None:  # those that are used here
+    if bits is not None and len(bits) and rules is not None:  # the first, and those that are used here
         used, rules = np.unique(np.append(rules, (-1, 0)), return_inverse=True)
         bits, rules = bits[used[1:]], rules[:-2] - 1
     lo, hi = _interval(mask, tiles, place, q_len)
