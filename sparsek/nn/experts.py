@@ -40,6 +40,7 @@ FACTS = (
     "is_concatenated",
 )  # of transformers' experts
 LEAST_TOKENS = 16  # of an expert: fewer cost as much
+INT64_MAX = torch.iinfo(torch.int64).max
 STEP = 16  # rows of a 2:4 matrix whose parts begin at whole 16 bytes
 
 
@@ -215,7 +216,7 @@ class SparseExperts(Fitted):
 
         Args:
             hidden_states: [T, D].
-            top_k_index: [T, k], the experts of each token; the number of experts stands for none.
+            top_k_index: [T, k], the experts of each token; other numbers, such as that of the experts, stand for none.
             top_k_weights: [T, k].
         """
         if "torch._dynamo" not in sys.modules:
@@ -334,7 +335,7 @@ def weighted_sum(
     `counts`: the number of tokens of each expert, where the host has them.
     """
     count, top = experts.num_experts, top_k_index.shape[-1]
-    ids = top_k_index.reshape(-1).long()
+    ids = top_k_index.reshape(-1).long() & INT64_MAX  # negative ones are then beyond all experts
     order = ids.argsort(stable=True)
     if counts is None:
         counted = ids.new_zeros(count + 1).scatter_add_(0, ids.clamp(max=count), torch.ones_like(ids))
