@@ -120,15 +120,21 @@ class Arriving(NamedTuple):
 
 
 class Exchanged(torch.autograd.Function):
-    """The rows of tensors after an exchange that was started, with gradients by its adjoint."""
+    """The rows of tensors after an exchange that was started, with gradients by its adjoint.
+
+    Activation checkpointing runs a forward pass again once a saved tensor is read, up to the last of them. Each
+    exchange saves one, so all ranks run the same exchanges again, whatever they compute between.
+    """
 
     @staticmethod
     def forward(ctx: Any, arriving: Arriving, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.exchange = arriving.exchange
+        ctx.save_for_backward(arriving.sent.new_empty(0))
         return tuple(x.contiguous() for x in arriving.placed())
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        _ = ctx.saved_tensors
         refuse_second_order()
         arriving = ctx.exchange.start_back(*gradients)
         total = arriving.added().to(gradients[0].dtype)
