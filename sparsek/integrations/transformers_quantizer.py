@@ -24,7 +24,7 @@ from sparsek.nn.description import METHOD, VERSION, SavedLayer
 from sparsek.nn.experts import repacked
 from sparsek.nn.replace import cast_inputs, is_packed, layer_of, matching, swap
 
-WATCHED = ("initialize_weights", "_adjust_missing_and_unexpected_keys")
+WATCHED = ("initialize_weights", "_adjust_missing_and_unexpected_keys", "_get_dtype_plan")
 
 
 @register_quantization_config(METHOD)
@@ -75,8 +75,13 @@ class SparsekQuantizer(HfQuantizer):
                 "tensor parallelism (tp_plan, tp_size) does not split sparse layers; load by device_map, or use FSDP2"
             )
         layers = here(model, self.quantization_config.entries(), options.get("checkpoint_files") or ())
-        self.kept = matching(model._get_dtype_plan(model.dtype), layers)
-        swap(model, description.empty_layers(model, layers, as_model=True))
+        made, plan = description.empty_layers(model, layers, as_model=True), model._get_dtype_plan
+        self.kept = matching(plan(model.dtype), layers)
+        swap(model, made)
+        codes = {f"{name}.codes": made[name]._buffers.get("codes") for name in self.kept}
+        own_dtypes = {name: each.dtype for name, each in codes.items() if each is not None}
+        # A name from its beginning on matches before a pattern in it does.
+        model._get_dtype_plan = lambda dtype: {**own_dtypes, **plan(dtype)}
         self.loaded = tuple(layers)
         self.shapes = {name: each.shape for name, each in model.state_dict().items()}
         own = {f"{name}.weight" for name in layers}
@@ -112,13 +117,6 @@ class SparsekQuantizer(HfQuantizer):
             if isinstance(module, PreTrainedModel) and getattr(module.config, "_is_quantized", False):
                 vars(module.config).pop("_is_quantized")
         return model
-
-    def get_new_dtype(self, converter: Any, param: Any, dtype: Any) -> Any:
-        """The dtype in which a tensor of a file is loaded: values in FP8 in their own."""
-        own = param.get_dtype() if hasattr(param, "get_dtype") else str(param.dtype)
-        return (
-            None if own.startswith(("F8", "torch.float8")) else super().get_new_dtype(converter, param, dtype)
-        )
 
     def is_serializable(self) -> bool:
         """Whether it can be saved."""
