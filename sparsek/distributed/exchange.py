@@ -128,9 +128,9 @@ class Exchanged(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, arriving: Arriving, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.exchange = arriving.exchange
-        ctx.save_for_backward(arriving.sent.new_empty(0))
-        return tuple(x.contiguous() for x in arriving.placed())
+        ctx.exchange, found = arriving.exchange, tuple(x.contiguous() for x in arriving.placed())
+        ctx.save_for_backward(arriving.sent.new_empty(0))  # may end the pass, so rows have arrived before
+        return found
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
