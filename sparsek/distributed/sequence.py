@@ -52,9 +52,7 @@ def shard_sequence(x: Tensor, plan: MeshPlan, dim: int = 2, of: str = "queries")
     """
     length = _checked(plan, of)._parts.deal(of).length
     if isinstance(x, DTensor):
-        plan._here  # noqa: B018  # InvalidInput without processes
-        dim = check_whole_or_split(x, plan, dim, of)
-        return redistributed(x, plan, dim, Shard(dim))
+        return _sharded(x, plan, dim, of)
     dim = _check_length(x, dim, length)
     try:
         return x.index_select(dim, _places(plan, of, x.device))
@@ -62,6 +60,13 @@ def shard_sequence(x: Tensor, plan: MeshPlan, dim: int = 2, of: str = "queries")
         raise InvalidInput(
             f"torch selects no tokens of {x.dtype} here ({error}); convert x to bfloat16"
         ) from error
+
+
+@untraced("sk.distributed.shard_sequence of a DTensor communicates", "leave fullgraph=True out")
+def _sharded(x: DTensor, plan: MeshPlan, dim: int, of: str) -> DTensor:
+    plan._here  # noqa: B018  # InvalidInput without processes
+    dim = check_whole_or_split(x, plan, dim, of)
+    return redistributed(x, plan, dim, Shard(dim))
 
 
 @untraced("sk.distributed.unshard_sequence communicates", "leave fullgraph=True out")

@@ -226,6 +226,12 @@ def _whole_and_bits(rank: int, mesh: Any) -> dict[str, Any]:
         whole = (torch.arange(N)[None] % 2).to(dtype)
         again = d.unshard_sequence(d.shard_sequence(whole, plan, dim=1), plan, dim=1)
         found["same bits"].append(torch.equal(again.float(), whole.float()))
+    every = distribute_tensor(torch.arange(float(N))[None], init_device_mesh("cpu", (RANKS,)), [Replicate()])
+    if rank == 0:  # nothing is sent
+        compiled = torch.compile(lambda x: d.shard_sequence(x, plan, dim=1) * 2, backend="eager")(every)
+        found["same bits"].append(
+            torch.equal(compiled.to_local(), d.shard_sequence(every, plan, dim=1).to_local() * 2)
+        )
     # A loss of the whole result on every rank: the gradient of a shard is the sum over ranks.
     x = torch.ones(1, len(places), 2, dtype=torch.float64, requires_grad=True)
     d.unshard_sequence(x, plan, dim=-2).mul(rank + 1).sum().backward()
