@@ -121,7 +121,11 @@ def failed(what: str, group: Any, error: Exception) -> MeshError:
 
 
 def _device(group: Any) -> torch.device:
-    """Where a collective of this group can run: the CPU if there is a backend for it."""
-    if "cpu:" in dist.distributed_c10d.get_backend_config(group):
+    """Where a collective of this group can run: the CPU if there is a backend for it.
+
+    Read from the group itself: one that was split from another may lack backends that its config names.
+    """
+    given = dist.distributed_c10d._get_default_group() if group is None else group
+    if torch.device("cpu") in given._device_types:
         return torch.device("cpu")
     return torch.device("cuda", torch.cuda.current_device())

@@ -6,6 +6,7 @@ import copy
 import importlib.util
 import math
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.utils.checkpoint import checkpoint
 
 import sparsek as sk
+from sparsek.core import handshake
 from sparsek.core.errors import InvalidInput, MeshError
 from sparsek.core.handshake import agreed
 from sparsek.distributed.exchange import Exchange
@@ -430,6 +432,13 @@ def test_shards_have_positions_and_gradients(found: list[dict[Any, Any]]) -> Non
     for each in found:
         assert torch.equal(each["positions"][1][0], torch.arange(N))
         assert (each["sum"] == sum(range(RANKS + 1))).all()
+
+
+def test_a_group_without_a_backend_of_the_cpu_compares_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    both = [torch.device("cuda"), torch.device("cpu")]
+    for devices, right in ((both, torch.device("cpu")), (both[:1], torch.device("cuda", 3))):
+        assert handshake._device(SimpleNamespace(_device_types=devices)) == right
 
 
 def test_a_plan_keeps_no_tensors_of_fakes_and_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
