@@ -201,8 +201,13 @@ def _whole_and_bits(rank: int, mesh: Any) -> dict[str, Any]:
     again.append(copy.deepcopy(torch.nn.ModuleList([d.MeshFlexAttention(plan, pieces=2)]))[0](q, k, v))
     found["same bits"] = [torch.equal(first, each) for each in again]
     half = [x.float().requires_grad_() for x in (q, k, v)]
+    mixed = [
+        distribute_tensor(x.to(dtype), init_device_mesh("cpu", (RANKS,)), [Shard(2)])
+        for x, dtype in zip(operands(N, N)[:3], (torch.float32, torch.bfloat16, torch.float32), strict=True)
+    ]
     with torch.autocast("cpu", torch.bfloat16):
         out = d.attention(*half, plan)
+        found["same bits"].append(d.attention(*mixed, plan).dtype == torch.bfloat16)
     out.sum().backward()
     found["autocast"] = out.dtype, (out - first).abs().max().item(), [x.grad is not None for x in half]
     by_heads = d.plan(mask, world, "heads")
