@@ -167,7 +167,8 @@ def attention(
         arguments.flag("check", check)
         found, rule = _planned(mask, plan, mesh, how)
         if any(isinstance(x, DTensor) for x in (q, k, v)):
-            made.append(PlacedOperands.of(*follow_autocast(q, k, v), found, mask))
+            query, key, value = follow_autocast(q, k, v)
+            made.append(PlacedOperands.of(query, key, value, found, mask))
             return made[0].text
         text, checked = _checked(q, k, v, found, rule, options)
         made.append((found, rule, checked))
