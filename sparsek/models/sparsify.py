@@ -36,6 +36,7 @@ from sparsek.nn.replace import (
     Facts,
     Origin,
     adopt,
+    has_own_forward,
     is_linear,
     is_packed,
     layer_of,
@@ -251,6 +252,11 @@ def densify_(model: nn.Module, filter_fn: Callable[[nn.Module, str], bool] | Non
         if filter_fn is not None and not asked("filter_fn", filter_fn, layer, name):
             continue
         if id(layer) not in of_layer:
+            if has_own_forward(layer):
+                raise InvalidInput(
+                    f"{name} has a forward of its own, as accelerate sets it: load the model without offloading, or "
+                    "call accelerate.hooks.remove_hook_from_submodules(model) if all of it is in memory"
+                )
             if layer._history.ranks() is not None:
                 raise InvalidInput(
                     f"{name} is in a DistributedDataParallel, which keeps its old parameters: delete that first, or "

@@ -81,7 +81,7 @@ class Facts:
             return "computes its weight from other tensors; remove the parametrization first"
         if type(weight) is not nn.Parameter or type(weight.data) is not Tensor:
             return f"has a weight of class {type(weight).__name__}"
-        for each in layer.__dict__.keys() - OWN:
+        for each in layer.__dict__.keys() - OWN - {"forward"}:
             if each in TENSORS or hasattr(SparseLinear.form_of_bsr, each):
                 return f"has an attribute {each!r} of its own, a name that sparse layers use"
         why = self._why_not_weight(f"{name}.weight", weight)
@@ -147,7 +147,7 @@ def adopt(new: Any, old: Any, origin: type[nn.Module] | None = nn.Linear) -> Any
             new.__dict__[name] = old.__dict__[name]  # the same dict: handles of hooks still remove them
     if not isinstance(old, PackedLinear):
         for name, each in old.__dict__.items():
-            if name not in OWN:
+            if name not in OWN and (name != "forward" or has_own_forward(old)):
                 bound = isinstance(each, MethodType) and each.__self__ is old
                 new.__dict__[name] = MethodType(each.__func__, new) if bound else each
     note(stored_in(new), stored_in(old))
@@ -320,4 +320,10 @@ def weight_of(layer: Any) -> Tensor:
 
 def _is_plain_forward(layer: nn.Module) -> bool:
     kind: Any = _conv1d() if is_conv1d(layer) else nn.Linear
-    return type(layer).forward is kind.forward and "forward" not in layer.__dict__
+    return type(layer).forward is kind.forward and not has_own_forward(layer)
+
+
+def has_own_forward(layer: nn.Module) -> bool:
+    """Whether a layer has another forward than its class. accelerate sets one, and leaves that of the class behind."""
+    own = layer.__dict__.get("forward")
+    return own is not None and getattr(own, "__func__", None) is not type(layer).forward

@@ -1,5 +1,6 @@
 """Loaders of other libraries, from files of one BlockSparseLinear into a model with another pattern: equal outputs."""
 
+import copy
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from importlib import import_module
@@ -12,8 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+import sparsek as sk
 from sparsek.nn import BlockSparseLinear
 from tests.house.tools import need
+from tests.refusals import refused
 from tests.sums import alike
 
 X = torch.randn(5, 70, generator=torch.Generator().manual_seed(1))
@@ -81,6 +84,22 @@ def test_layers_that_accelerate_moves_in_and_out_of_every_call(buffers: bool) ->
         weight: Any = made[0].weight  # which T5 looks at before the call
         assert weight.device.type == "meta"
     assert len(patterns) == 1  # which keeps the plans
+
+
+def test_hooks_of_accelerate_stay_no_longer_than_they_are_there() -> None:
+    """It sets a forward in each layer, and leaves that of the class there when its hooks are removed."""
+    accelerate, dense = loader("accelerate"), nn.Sequential(nn.Linear(64, 128))
+    accelerate.dispatch_model(dense, {"": "cpu"}, main_device="cpu", force_hooks=True)
+    assert "a forward of its own" in sk.sparsify_(dense, sk.BlockSparse(16, 0.5)).skipped[0].why_not
+    accelerate.hooks.remove_hook_from_submodules(dense)
+    assert sk.sparsify_(dense, sk.BlockSparse(16, 0.5)).replaced
+    x, right = torch.randn(3, 64), copy.deepcopy(dense)
+    sk.densify_(right)
+    accelerate.dispatch_model(dense, {"": "cpu"}, main_device="cpu", force_hooks=True)
+    refused("0 has a forward of its own.*remove_hook_from_submodules", sk.densify_, dense)
+    accelerate.hooks.remove_hook_from_submodules(dense)
+    sk.densify_(dense)
+    assert alike(dense(x), right(x))
 
 
 def llama(seed: int) -> type:
