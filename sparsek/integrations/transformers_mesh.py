@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -58,6 +58,12 @@ class MeshMask(ModelMask):
     def to(self, device: Any, **_: Any) -> MeshMask:
         """This mask, which is for all devices."""
         return self
+
+    def reshape(self, *_: int) -> NoReturn:
+        """What losses of routers do with a mask of padding. InvalidInput: they count the tokens of the whole batch."""
+        raise InvalidInput(
+            "a loss of routers (output_router_logits) is of all tokens, and a rank has its own; leave it out"
+        )
 
     def explain(self) -> str:
         """What computes attention under this mask, and over which keys."""

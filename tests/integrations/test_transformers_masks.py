@@ -258,6 +258,7 @@ def test_what_a_model_over_a_mesh_refuses() -> None:
     refused("without processes", mesh_inputs, plan, input_ids=ids)
     refused("plan is", mesh_inputs, plan.mask, input_ids=ids)
     mask = MeshMask(plan, (1, 1, 70, 70), {})
+    refused("output_router_logits", mask.reshape, -1)
     for function in (KNOWN["chunks"], KNOWN["packed"], UNKNOWN["a function of the model's"]):
         with pytest.raises(InvalidInput, match="over a mesh layers are causal or not"):
             mask.of_layers(function, None)
