@@ -139,7 +139,7 @@ def test_faults_are_found_or_survive_and_a_lost_one_is_reported(
     known.write_text(json.dumps({"tests": seconds, "lines": lines, "failed": []}))
 
     def run(out: str) -> dict[str, str]:
-        options = ["--root", str(tmp_path), "--map", str(known), "--out", str(tmp_path / out), "--hang", "5"]
+        options = ["--root", str(tmp_path), "--map", str(known), "--out", str(tmp_path / out), "--hang", "10"]
         subprocess.run([sys.executable, plant.__file__, "run", str(planned), *options], check=True)
         return {
             name.split(":", 1)[1]: each["outcome"] for name, each in plant.results(tmp_path / out).items()
