@@ -132,6 +132,7 @@ CALLS: dict[str, Call] = {
                 "plan": _plan("heads"), "check": True,
             },
         ),
+        errors=(TypeError,),  # of another function
     ),
     "distributed.plan [owner]": Call(
         lambda random: (
@@ -160,6 +161,7 @@ CALLS: dict[str, Call] = {
             "block_mask": f"none {RULES} TokenLists", "attention_masks": "none", "scale": "none int",
             "out_transform": "none", "score_mod": "none", "enable_gqa": "any", "kernel_options": "any",
         },
+        errors=(TypeError,),  # of another function
     ),
     "distributed.ColwiseSparse": Call(_split(d.ColwiseSparse), PLACED),
     "distributed.RowwiseSparse": Call(_split(d.RowwiseSparse), PLACED),

@@ -21,6 +21,7 @@ from sparsek.attn.mask.operands import check_tensors
 from sparsek.attn.mask.rule import MaskRule
 from sparsek.attn.mask.token_lists import LEAST, MOST, TokenLists
 from sparsek.attn.mask.traced import traceable
+from sparsek.attn.plan.attention_operands import checked_scale
 from sparsek.attn.policies.maps import kernels
 from sparsek.core import arguments, dtypes
 from sparsek.core.errors import InvalidInput
@@ -275,5 +276,6 @@ def mask_of(policy: TokenPolicy, q: Tensor, k: Tensor, scale: float | None, **op
     """The mask of a policy's lists, one node of a graph of torch.compile."""
     check_tensors(q, k, k)
     if not q.shape[0]:  # no batch item to choose for, and a mask has at least one
+        checked_scale(scale, q.shape[3])
         return BlockMask.causal(q_len=q.shape[2], kv_len=k.shape[2], device=q.device)
     return policy.lists(q, k, scale=scale, **options).mask_for(q, k)

@@ -239,6 +239,7 @@ def test_a_query_sees_compressed_keys_from_their_last_key_on(
         (lambda: policies.IndexHead(topk=0), "topk is 0"),
         (lambda: policies.IndexHead().lists(torch.zeros(1, 4, 9, 8), torch.zeros(1, 2, 9, 8)), "k needs 1 or 4"),
         (lambda: policies.IndexHead().lists(*torch.zeros(2, 0, 1, 9, 8)), "lists need a batch item"),
+        (lambda: policies.InfLLMv2().mask_for(*torch.zeros(2, 0, 1, 9, 8), scale="row"), "scale is 'row'"),  # type: ignore[arg-type]
         (lambda: INDEX_LOSS(*torch.zeros(3, 1, 2, 9, 8), torch.zeros(1, 1, 9, 8)), r"index_q \[1, 1, 9, 'E'\]"),
         (lambda: INDEX_LOSS(*torch.zeros(4, 1, 2, 9, 8), ()), r"lists must be sk.TokenLists or None, got \(\)"),
         (
