@@ -222,11 +222,12 @@ def refusals() -> dict[str, list[str]]:
         "head_size": 128, "dtype": torch.bfloat16, "kv_cache_dtype": "fp8", "block_size": 256, "has_sink": True,
         "has_sliding_window": True, "attn_type": "decoder", "device_capability": capability, "use_mla": False,
         "use_sparse": False, "use_mm_prefix": False, "use_per_head_quant_scales": False,
+        "use_dcp": True,
     }  # fmt: skip
     changed: list[dict[str, Any]] = [
         {"head_size": 100}, {"dtype": torch.float32}, {"kv_cache_dtype": "fp8_e5m2"}, {"block_size": 48},
         {"attn_type": "encoder_only"}, {"attn_type": "encoder_decoder"}, {"use_mla": True}, {"use_sparse": True},
-        {"use_mm_prefix": True}, {"use_per_head_quant_scales": True}, {"use_non_causal": True}, {"use_dcp": True},
+        {"use_mm_prefix": True}, {"use_per_head_quant_scales": True}, {"use_non_causal": True},
         {"use_pcp": True}, {"use_rswa": True}, {"device_capability": capability._replace(major=7, minor=5)},
     ]  # fmt: skip
     validate = members["SPARSEK"].get_class().validate_configuration
