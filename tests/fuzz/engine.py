@@ -32,7 +32,6 @@ from torch import Tensor
 from torch.utils import _pytree
 
 import sparsek as sk
-from sparsek.core.arguments import wraps
 from sparsek.core.errors import SparseKError
 from tests.fuzz import contexts
 from tests.sampling import EVERY
@@ -520,7 +519,7 @@ def _rebuilt(part: Any) -> None:
         sk.BlockPattern(part.shape, part.block, part.indptr, part.indices)
     elif isinstance(part, sk.BSR):
         _rebuilt(part.pattern)
-        if not wraps(part.values):  # of which the constructor cannot see the padding
+        if not isinstance(part.values, contexts.TwoTensor):  # of which no constructor sees the padding
             sk.BSR(part.pattern, part.values, part.order)
     elif isinstance(part, sk.Semi24):
         sk.Semi24(part.values, part.meta)
