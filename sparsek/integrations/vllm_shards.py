@@ -59,7 +59,7 @@ def combined(out: Tensor, lse: Tensor, kv_heads: int, group: Any, rank: int) -> 
     out, lse = (_turned(x, kv_heads, ranks, heads // kv_heads) for x in (out, lse.T))
     every = group.all_gather(lse.contiguous(), dim=0).unflatten(0, (ranks, -1))
     total = every.logsumexp(0)
-    weight = (lse - total).exp().nan_to_num(0.0)  # 0 where no rank has a token
+    weight = (lse - total).exp().masked_fill(total == -torch.inf, 0)  # where no rank has a token
     out = group.reduce_scatter((out * weight[..., None]).to(out.dtype).contiguous(), dim=1)
     return out, total[:, rank * heads : (rank + 1) * heads]
 

@@ -15,7 +15,7 @@ from torch import Tensor
 import sparsek as sk
 from sparsek.integrations.vllm import Options
 from sparsek.integrations.vllm_layer import LayerAttention, batch_of
-from sparsek.integrations.vllm_shards import ContextShard
+from sparsek.integrations.vllm_shards import ContextShard, combined
 from tests.integrations.vllm_batches import Drawn, drawn, engine, everything, layer, right, served
 from tests.refusals import refused
 
@@ -155,3 +155,14 @@ def test_an_engine_whose_ranks_share_the_tokens(monkeypatch: pytest.MonkeyPatch)
     refused(
         "a layer has a sliding window", engine, monkeypatch, {"layers.0": {"sliding_window": 8}}, *again[2:]
     )
+
+
+def test_a_nan_stays_one_and_a_row_without_tokens_is_zero() -> None:
+    group = Group(2)
+    out = torch.ones(3, 4, 8)
+    lse = torch.tensor([[0.0, torch.nan, -torch.inf]]).expand(4, 3)
+    for found, sums in group.run(lambda rank: combined(out, lse, 1, cast(Any, group), rank)):
+        assert [row.isnan().all().item() for row in found] == [False, True, False]
+        torch.testing.assert_close(found[0], out[0, :2])
+        assert not found[2].any()
+        assert (sums[2] == -torch.inf).all()
