@@ -125,14 +125,18 @@ def faults(root: Path) -> dict[str, Fault]:
 
 
 def standing(entry: dict[str, Any], every: dict[str, Fault]) -> Fault | None:
-    """The fault of a list in this state of the code: by its name, or where its function and line stand now."""
+    """The fault of a list in this state of the code: by its name, or where its function and line stand now; or the line
+    alone, if its file has it once, in what was a part of the function.
+    """
     named = every.get(entry["id"])
     if named is not None and named.code == entry["code"]:
         return named
-    place = entry["id"].rpartition(":")[0].partition(":")[2]  # function and operator
-    others = [each for each in every.values() if each.id.rpartition(":")[0].partition(":")[2] == place]
-    same = [each for each in others if (each.code, each.text) == (entry["code"], entry["text"])]
-    return same[0] if same else None
+    module, _, place = entry["id"].rpartition(":")[0].partition(":")  # place: function and operator
+    operator = place.rpartition(":")[2]
+    same = [each for each in every.values() if (each.code, each.text) == (entry["code"], entry["text"])]
+    moved = [each for each in same if each.id.rpartition(":")[0].partition(":")[2] == place]
+    split = [each for each in same if each.id.startswith(f"{module}:") and each.operator == operator]
+    return moved[0] if moved else split[0] if len(split) == 1 else None
 
 
 def cuda_faults(path: str, source: bytes) -> Iterator[Fault]:

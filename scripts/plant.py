@@ -8,15 +8,16 @@
   plant.py show ID                        one fault as a diff
 
 scripts/faults.py has the operators. A run works in copies of the repository, with the tests that execute the faulty
-lines; on a GPU with the test files that executed the function, by benchmarks/evidence/. It appends a line of JSON for
-each fault, so that it can be cut and continued. Outcomes:
+lines; on a GPU with the test files that executed the function, by benchmarks/evidence/. Of several GPUs each worker has
+one. It appends a line of JSON for each fault, so that it can be cut and continued, and tries what was unfinished again
+with a larger --each. Outcomes:
 
   found      a test failed that passes without the fault
   timeout    a test did not end: found as well
   survived   every test passed
   unfinished the tests passed that fit into the seconds of one fault
   not run    no test here executes it
-  gone       this state of the code has no such line in the function
+  gone       this state of the code has no such line in the function, nor in one that was cut out of it
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ import importlib
 import json
 import os
 import queue
+import re
 import select
 import shutil
 import signal
@@ -56,7 +58,7 @@ COMPILING = ("spill", "compile_to", "it_compiles", "compile_as_well", "scores_co
 FOUND = ("found", "timeout")
 BROKEN = 120  # the exit status of a process that could not run pytest
 INTERPRETED = "_interpreted.py"
-ASIDE = (".git", "build", "dist")  # not copied, as environments and shipped machine code
+ASIDE = ("build", "dist")  # not copied, as hidden folders and shipped machine code
 
 
 def leave() -> None:
@@ -130,14 +132,38 @@ class Tests:
                 chosen[file].append(name)
                 cost[file] += seconds + 0.05
                 firsts |= {file} if test in at_first else set()
-        near = Path(fault.path).with_suffix("")
+        near = words(fault.path) | {"common"}  # where suites of all kernels are
 
         def order(file: str) -> tuple[bool, int, float]:
-            beside = str(near.parent).removeprefix("sparsek/") in file
-            far = 2 - beside - (beside and near.name in file)
-            return file not in firsts, far if self.files else 0, cost[file] * (1 + far)
+            alike = len(near & words(file))
+            return file not in firsts, -alike if self.files else 0, cost[file] / (1 + alike)
 
         return [(file, chosen[file]) for file in sorted(chosen, key=order)]
+
+
+def words(name: str) -> set[str]:
+    return set(re.findall(r"[a-z]+\d*|\d+", name))
+
+
+class Mixed:
+    """A plugin of pytest: a test of each function in turn, drawn from its parameters; earlier those that share words
+    with the faulty file, later those that take long. What stands together in a test file runs the same kernels.
+    """
+
+    def __init__(self, first: str, path: str) -> None:
+        self.first, self.near = first, words(path)
+
+    def pytest_collection_modifyitems(self, items: list[Any]) -> None:
+        from tests.evidence import parts, record
+
+        names = sorted((item.nodeid for item in items), key=lambda name: zlib.crc32(name.encode()))
+        turns = parts.known(record.timings(Path(EVIDENCE))).of_each(names)
+        taken = Counter[str]()
+        for name in names:
+            alike = len(self.near & words(name))
+            turns[name] = (turns[name] + taken[parts.function_of(name)]) / 4**alike
+            taken[parts.function_of(name)] += 1
+        items.sort(key=lambda item: (item.nodeid != self.first, turns[item.nodeid]))
 
 
 class Progress:
@@ -180,7 +206,11 @@ def serve() -> None:
                 os.dup2(log.fileno(), 2)
             code = BROKEN
             try:
-                code = int(pytest.main(given["arguments"], plugins=[Progress(write)]))
+                plugins = [
+                    Progress(write),
+                    *([Mixed(given["first"], given["path"])] if given["mixed"] else []),
+                ]
+                code = int(pytest.main(given["arguments"], plugins=plugins))
             except BaseException:
                 traceback.print_exc()
             sys.stdout.flush()
@@ -224,17 +254,18 @@ class Slot:
         for each in run.root.iterdir():
             if each.name.startswith(".venv"):
                 (self.root / each.name).symlink_to(each.resolve())
-            elif each.is_dir() and each.name not in ASIDE:
+            elif each.is_dir() and each.name[0] != "." and each.name not in ASIDE:
                 shutil.copytree(each, self.root / each.name, ignore=shutil.ignore_patterns("shipped.zip"))
-            elif each.is_file() and each.name not in ASIDE:
+            elif each.is_file():
                 shutil.copy2(each, self.root)
-        self.log = run.work / f"{number}.log"
+        self.number, self.log = number, run.work / f"{number}.log"
         self.servers: dict[bool, subprocess.Popen[str]] = {}
         self.edits = number * 100_000
 
     def of(self, name: str, fault: Fault) -> dict[str, Any]:
         """The outcome of one fault."""
-        began, files = time.monotonic(), self.run.tests.of(fault, self.run.known.get(name, ""))
+        first = self.run.known.get(name) or self.run.finders.get(fault.path, "")
+        began, files = time.monotonic(), self.run.tests.of(fault, first)
         ran, size, ended, found = 0, 3, "survived" if files else "not run", {"test": ""}
         while ran < len(files) and ended == "survived":
             file = files[ran][0]
@@ -244,15 +275,20 @@ class Slot:
                 if each[0].endswith(INTERPRETED) == file.endswith(INTERPRETED)
             ]
             files[ran : ran + size] = chunk + [each for each in files[ran : ran + size] if each not in chunk]
-            left = min(self.run.each - (time.monotonic() - began), self.run.end - time.monotonic())
+            left = min(self.run.each - (time.monotonic() - began), self.run.left())
+            if left <= 0:
+                ended = "unfinished"
+                break
             with self.planted(fault):
-                found = self.pytest([name for _, names in chunk for name in names], left)
+                found = self.pytest([name for _, names in chunk for name in names], left, fault.path)
                 if found["code"] == 4:  # a test has another name by now
-                    found = self.pytest([file for file, _ in chunk], left)
+                    found = self.pytest([file for file, _ in chunk], left, fault.path)
             if found["outcome"] in ("failed", "hang"):
                 known = found["test"] in self.run.sound
                 if self.sound(found["test"]):
                     ended = "found" if found["outcome"] == "failed" else "timeout"
+                    if ended == "found" and self.run.gpu:
+                        self.run.finders[fault.path] = found["test"]
                 elif known:  # it could not be left out: a file that fails as a whole, say
                     files = [each for each in files if each[0] != found["test"].partition("::")[0]]
                 continue  # without that test
@@ -288,10 +324,14 @@ class Slot:
         if self.run.tests.passed(test):
             return True
         if test not in self.run.sound:
-            self.run.sound[test] = not test or self.pytest([test], 3 * self.run.hang)["outcome"] == "passed"
+            limit = min(3 * self.run.hang, self.run.left() + 30)
+            outcome = self.pytest([test], limit)["outcome"] if test else "passed"
+            if outcome == "limit" and self.run.left() <= 0:
+                return False  # cut, so nobody knows
+            self.run.sound[test] = outcome == "passed"
         return self.run.sound[test]
 
-    def pytest(self, tests: list[str], limit: float) -> dict[str, Any]:
+    def pytest(self, tests: list[str], limit: float, path: str = "") -> dict[str, Any]:
         interpreted = tests[0].partition("::")[0].endswith(INTERPRETED)
         server = self.servers.get(interpreted)
         if server is None or server.poll() is not None:
@@ -302,6 +342,7 @@ class Slot:
                 "OMP_NUM_THREADS": "1",
                 "TORCHINDUCTOR_COMPILE_THREADS": "1",
                 "SPARSEK_TEST_SEED": str(SEED),
+                "PYTEST_XDIST_WORKER": f"gw{self.number}",  # to tests/conftest.py: one of several cards
             }
             env |= {"TRITON_INTERPRET": "1"} if interpreted else {}
             command = [sys.executable, __file__, "serve"]
@@ -316,6 +357,9 @@ class Slot:
             "hang": self.run.hang,
             "limit": max(1.0, limit),
             "log": str(self.log),
+            "mixed": self.run.gpu,
+            "first": tests[0],
+            "path": path,
         }
         assert server.stdin is not None
         assert server.stdout is not None
@@ -339,8 +383,14 @@ class Run:
         self.lock = threading.Lock()
         self.work = Path(tempfile.mkdtemp(prefix="sparsek-plant-"))
         before = results(given.found_by) if given.found_by else {}
+        self.finders: dict[str, str] = {}  # the last test that found a fault in a file
         self.known = {name: each["test"] for name, each in before.items() if each["outcome"] in FOUND}
         here, done = faults(given.root), results(self.out)
+        done = {
+            name: each
+            for name, each in done.items()
+            if each["outcome"] != "unfinished" or each["seconds"] > self.each - 5
+        }
         number, count = map(int, given.shard.split("/"))
         self.todo: queue.SimpleQueue[tuple[str, Fault]] = queue.SimpleQueue()
         for entry in lines(given.list)[number - 1 :: count]:
@@ -362,17 +412,18 @@ class Run:
             each.join()
         shutil.rmtree(self.work, ignore_errors=True)
 
+    def left(self) -> float:
+        return self.end - time.monotonic()
+
     def work_on(self, number: int) -> None:
         slot = Slot(self, number)
-        while time.monotonic() < self.end - 5:
+        while self.left() > 5:
             try:
                 name, fault = self.todo.get_nowait()
             except queue.Empty:
                 break
             found = slot.of(name, fault)
-            if (
-                found["outcome"] != "unfinished" or time.monotonic() < self.end
-            ):  # else it was cut: another time
+            if found["outcome"] != "unfinished" or self.left() > 0:  # else it was cut: another time
                 self.write(found)
         for server in slot.servers.values():
             server.kill()

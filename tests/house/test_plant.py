@@ -5,6 +5,8 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -74,6 +76,14 @@ def test_a_fault_is_found_where_its_function_stands_now() -> None:
         (each["code"], each["text"]) for each in entries
     ]
     assert faults.standing(entries[0] | {"code": "if rows > cols:"}, before) is None
+    split = SOURCE.replace(
+        b"    phase ^= 1", b"    turn(phase)\n\n\n@triton.jit\ndef turn(phase):\n    phase ^= 1"
+    )
+    parted = {each.id: each for each in faults.python_faults("a.py", split.replace(b".T", b""))}
+    phase, turned = entries[-4], entries[-1]
+    assert phase["code"] == "phase ^= 1"
+    assert faults.standing(phase, parted) is parted["a:turn:phase:1"]
+    assert faults.standing(turned, parted) is None
 
 
 def test_the_operators_of_cuda() -> None:
@@ -115,8 +125,11 @@ def test_faults_are_found_or_survive_and_a_lost_one_is_reported(
         (folder / "__init__.py").touch()
     tests = tmp_path / "tests/products/test_sides.py"
     tests.parent.mkdir(parents=True)
-    imported = "from sparsek.products.formats.sides import following, inside, waiting\n"
+    imported = "import os\nfrom sparsek.products.formats.sides import following, inside, waiting\n"
     good = "def test_inside():\n    assert inside(1, 2) and not inside(2, 2)\n"
+    good += (
+        "    assert os.environ['PYTEST_XDIST_WORKER'] == 'gw0'\n"  # of several cards conftest.py gives it one
+    )
     rest = "def test_rest():\n    assert following(1) > 0\n    assert waiting(1) == 0\n"
     tests.write_text(imported + good + rest)
     (tmp_path / "pyproject.toml").write_text('[tool.pytest.ini_options]\nmarkers = ["gpu"]\n')
@@ -124,7 +137,7 @@ def test_faults_are_found_or_survive_and_a_lost_one_is_reported(
         "inside:bound:1": ("return n < end", "<="),
         "following:offset:1": ("return n + 1", "0"),
         "waiting:skipped:1": ("n -= 1", "(0)"),
-        "gone:bound:1": ("return n < end", "<="),
+        "gone:bound:1": ("return n < last", "<="),
     }
     names, planned, known = list(places), tmp_path / "list.jsonl", tmp_path / "map.json"
     for name, (line, text) in places.items():
@@ -153,3 +166,16 @@ def test_faults_are_found_or_survive_and_a_lost_one_is_reported(
     assert (
         "survived: sparsek.products.formats.sides:inside:bound:1, found before by" in capsys.readouterr().out
     )
+
+
+def test_a_gpu_runs_a_test_of_each_function_in_turn_and_the_known_one_first() -> None:
+    kinds = [f"tests/a.py::test_{of}[{at}]" for of, count in (("many", 9), ("few", 2)) for at in range(count)]
+    names = [*kinds, *(f"tests/a.py::test_alike[fp8-{at}]" for at in range(3))]
+    items: list[Any] = [SimpleNamespace(nodeid=name) for name in names]
+    plant.Mixed(names[4], "sparsek/multiply_fp8.py").pytest_collection_modifyitems(items)
+    found = [each.nodeid for each in items]
+    assert sorted(found) == sorted(names)
+    assert found[0] == names[4]
+    assert set(found[1:4]) == set(names[11:])
+    assert set(names[9:11]) < set(found[4:8])
+    assert [name for name in found if "many" in name] != names[:9]
