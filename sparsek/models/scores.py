@@ -129,7 +129,13 @@ def damped(h: Tensor, moments: Tensor | None = None) -> Tensor:
 
 def inverse(h: Tensor) -> Tensor:
     """The inverse of a positive definite matrix, or of many."""
-    return torch.cholesky_inverse(torch.linalg.cholesky(h))
+    lower = torch.linalg.cholesky(h)
+    if h.ndim == 2 or not h.is_cuda:
+        return torch.cholesky_inverse(lower)
+    # On a GPU that takes the matrices one by one.
+    eye = torch.eye(h.shape[-1], dtype=h.dtype, device=h.device)
+    own = torch.linalg.solve_triangular(lower, eye, upper=False)
+    return own.mT @ own
 
 
 def padded(h: Tensor, side: int) -> Tensor:
