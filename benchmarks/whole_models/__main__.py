@@ -20,7 +20,7 @@ from sparsek.core.device import card_of
 HERE = Path(__file__).parent
 RECORDS = HERE / "records.jsonl"
 PACKED = Path("build/whole_models")
-LONGEST = 60.0  # seconds that a cell without distillation is expected to take at first
+LONGEST = 30.0  # seconds that a cell without distillation is expected to take at first
 
 
 def main(arguments: Iterable[str] | None = None) -> None:
@@ -67,8 +67,13 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 
 def identity(record: dict[str, Any]) -> tuple[Any, ...]:
-    """What two records of one measurement share: cell and card, and the recipe of distillation."""
-    names = (*cells.Cell._fields, "gpu", *(("minutes", "rate") if record["stage"] == "distilled" else ()))
+    """What two records of one measurement share: cell, texts and card, and the recipe of distillation."""
+    names = (
+        *cells.Cell._fields,
+        "texts",
+        "gpu",
+        *(("minutes", "rate") if record["stage"] == "distilled" else ()),
+    )
     return tuple(record[name] for name in names)
 
 
@@ -81,7 +86,8 @@ def fill(given: argparse.Namespace) -> None:
     done = {identity(each) for each in kept}
     if given.records.exists():  # without a line that was cut off
         given.records.write_text("".join(json.dumps(each) + "\n" for each in kept), "utf-8")
-    recipe = {"gpu": card, "minutes": given.distill_minutes, "rate": given.rate}
+    known = texts.read(given.folder / "texts.xz")
+    recipe = {"texts": known.hash, "gpu": card, "minutes": given.distill_minutes, "rate": given.rate}
     wanted = [
         cell
         for cell in cells.cells(given.models)
@@ -90,7 +96,7 @@ def fill(given: argparse.Namespace) -> None:
         and cell.keep in given.keep
         and cell.stage in given.stages
     ]
-    known, loaded, longest = texts.read(given.folder / "texts.xz"), dict[str, models.Model](), LONGEST
+    loaded, longest = dict[str, models.Model](), LONGEST
     for cell in wanted:
         name = cell.model.partition("-")[0]
         if name not in loaded:

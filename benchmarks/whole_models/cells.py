@@ -68,12 +68,14 @@ def pruned(of: Model, cell: Cell) -> Any:
         drop(student, cell.keep, None if stage == "magnitude" else of.calibration)
         return student
     one_shot = stage in ("magnitude", "wanda", "obs")
-    method = "magnitude" if stage == "speed" else stage if one_shot else "obs"
     reconstruct = stage if stage in ("layer", "block") else None
+    method = stage if one_shot else "obs"
+    # Time depends on the pattern alone.
+    calibration = of.calibration[:1] if stage == "speed" else of.calibration
     sk.prune(
         student,
         config_of(cell),
-        calibration=None if method == "magnitude" else of.calibration,
+        calibration=None if method == "magnitude" else calibration,
         method=cast(Any, method),
         reconstruct=cast(Any, reconstruct),
     )
@@ -94,9 +96,9 @@ def measure(of: Model, cell: Cell, minutes: float, rate: float) -> dict[str, Any
         curve: list[list[float]] = []
 
         def check(seconds: float, step: int) -> None:
-            curve.append(
-                [round(seconds, 1), step, *(round(x, 4) for x in of.score(student, "validation").values())]
-            )
+            scores = [round(x, 4) for x in of.score(student, "validation").values()]
+            curve.append([round(seconds, 1), step, *scores])
+            print(*cell, *curve[-1], flush=True)
 
         count = distill(student, of.dense, of.train(), of.loss, minutes=minutes, rate=rate, check=check)
         found |= {"minutes": minutes, "rate": rate, "steps": count, "curve": curve}

@@ -94,7 +94,7 @@ def minilm(
     return Model(
         "minilm",
         dense,
-        calibration_batches(encoded),
+        calibration_batches(encoded, rows=256),
         train,
         embedding_loss,
         score,

@@ -29,6 +29,12 @@ def newest(records: Sequence[Record]) -> dict[tuple[Any, ...], Record]:
     return {tuple(each[name] for name in names): each for each in sorted(records, key=minutes)}
 
 
+def comparable(records: Sequence[Record]) -> list[Record]:
+    """The records of the texts that the newest one is of: scores on other texts do not stand beside these."""
+    last = max(records, key=lambda each: each["date"], default={"texts": ""})
+    return [each for each in records if each["texts"] == last["texts"]]
+
+
 def minutes(record: Record) -> float:
     return record.get("minutes", 0.0)
 
@@ -51,6 +57,7 @@ def cell(record: Record | None) -> str:
 
 def tables(records: Sequence[Record]) -> str:
     """A table for each model and card that has records."""
+    records = comparable(records)
     known, parts = newest(records), []
     for card, model in dict.fromkeys((each["gpu"], each["model"]) for each in records):
         what = (
@@ -93,6 +100,7 @@ def curves(records: Sequence[Record]) -> list[str]:
 
 def picture(records: Sequence[Record]) -> str:
     """Quality by kept share of the best stage, a panel for each model; dots are one-shot magnitude."""
+    records = comparable(records)
     card = Counter(each["gpu"] for each in records).most_common(1)[0][0]
     records = [each for each in records if each["gpu"] == card]
     models = list(dict.fromkeys(each["model"] for each in records))
