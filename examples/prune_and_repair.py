@@ -37,7 +37,7 @@ from torch.nn import functional
 import sparsek as sk
 
 LENGTHS = (16, 32, 64)  # tokens of a sentence, to which it is padded
-WARM = 3  # steps before the clock runs
+WARM = 3  # steps of each length before the clock runs
 CHECKS = 8  # of the student on validation sentences while it learns
 Loss = Callable[[nn.Module, nn.Module, Tensor], Tensor]
 
@@ -142,41 +142,78 @@ def distill(
 ) -> int:
     """Train the stored weights of a sparse model against the dense one, for a time or a number of steps.
 
-    AdamW on float32 parameters, bfloat16 products on a GPU; the rate warms up and falls by a cosine. Embeddings keep
-    their values. `check(seconds, step)` is called CHECKS times. Returns the number of steps.
+    AdamW on float32 parameters; the rate warms up and falls by a cosine. On a GPU products are in bfloat16, and the
+    step of each length is a CUDA graph. Embeddings keep their values. `check(seconds, step)` is called CHECKS times.
+    Returns the number of steps.
     """
     device = next(student.parameters()).device
+    on_gpu = device.type == "cuda"
     for name, each in student.named_parameters():
         each.requires_grad_("embed" not in name)
     learned = [each for each in student.parameters() if each.requires_grad]
-    optimizer = torch.optim.AdamW(learned, lr=rate, weight_decay=0.0, fused=device.type == "cuda")
-    draw = torch.Generator(device).manual_seed(seed)
-    kinds = torch.tensor([float(ids.numel()) for ids in encoded.values()])
-    pools, picks = list(encoded.values()), torch.Generator().manual_seed(seed)
-    begin, step, checked, done = time.perf_counter(), 0, 0, 0.0
-    while done < 1:
-        ids = pools[int(torch.multinomial(kinds, 1, generator=picks))]
-        rows = max(1, tokens // ids.shape[1])
-        ids = ids[torch.randint(len(ids), (rows,), generator=draw, device=device)]
-        for group in optimizer.param_groups:
-            group["lr"] = rate * min(1.0, done / 0.03 + 0.01) * (1 + math.cos(math.pi * done)) / 2
-        with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+    now = torch.tensor(rate, device=device)  # the rate, where a graph reads it
+    optimizer = torch.optim.AdamW(learned, now, weight_decay=0.0, fused=on_gpu, capturable=on_gpu)
+
+    def learn(ids: Tensor) -> None:
+        with torch.autocast(device.type, torch.bfloat16, enabled=on_gpu):
             loss = loss_of(student, teacher, ids)
-        optimizer.zero_grad()
+        optimizer.zero_grad(set_to_none=False)
         loss.backward()
         nn.utils.clip_grad_norm_(learned, 1.0)
         optimizer.step()
+
+    draw = torch.Generator(device).manual_seed(seed)
+    kinds = torch.tensor([float(ids.numel()) for ids in encoded.values()])
+    pools, picks = list(encoded.values()), torch.Generator().manual_seed(seed)
+
+    def drawn(ids: Tensor) -> Tensor:
+        rows = max(1, tokens // ids.shape[1])
+        return ids[torch.randint(len(ids), (rows,), generator=draw, device=device)]
+
+    learns: list[Callable[[Tensor], None]] = [learn] * len(pools)
+    if on_gpu:
+        now.fill_(0.01 * rate)
+        learns = [recorded(learn, drawn(ids)) for ids in pools]
+    begin, step, checked, done = time.perf_counter(), 0, 0, 0.0
+    while done < 1:
+        kind = int(torch.multinomial(kinds, 1, generator=picks))
+        now.fill_(rate * min(1.0, done / 0.03 + 0.01) * (1 + math.cos(math.pi * done)) / 2)
+        learns[kind](drawn(pools[kind]))
         step += 1
-        if step == WARM:  # kernels are compiled
-            begin = time.perf_counter()
-        if step % 10 == 0 and device.type == "cuda":
+        if step % 10 == 0 and on_gpu:
             torch.cuda.synchronize(device)  # the clock is the GPU's
         seconds = time.perf_counter() - begin
-        done = step / steps if steps is not None else 0.0 if step < WARM else seconds / 60 / minutes
+        done = step / steps if steps is not None else seconds / 60 / minutes
         if check is not None and done * CHECKS >= checked + 1:
             checked = int(done * CHECKS)
             check(seconds, step)
     return step
+
+
+def recorded(call: Callable[[Tensor], None], ids: Tensor) -> Callable[[Tensor], None]:
+    """A call as a CUDA graph, which the host queues at once, after WARM calls that compile its kernels.
+
+    Where it cannot be recorded, the call as it is, which is slower.
+    """
+    given, graph, stream = ids.clone(), torch.cuda.CUDAGraph(), torch.cuda.Stream(ids.device)
+    stream.wait_stream(torch.cuda.current_stream(ids.device))
+    with torch.cuda.stream(stream):
+        for _ in range(WARM):
+            call(given)
+    torch.cuda.synchronize(ids.device)
+    try:
+        with torch.cuda.graph(graph, stream=stream):
+            call(given)
+    except Exception as error:
+        torch.cuda.synchronize(ids.device)
+        print(f"steps are queued one kernel at a time: {str(error).splitlines()[0]}", flush=True)
+        return call
+
+    def replay(ids: Tensor) -> None:
+        given.copy_(ids)
+        graph.replay()
+
+    return replay
 
 
 def ruled(config: Any, layers: str) -> Any:

@@ -1,6 +1,7 @@
 """The scripts of examples/, and the experiment on whole models, on tiny models."""
 
 import contextlib
+import copy
 import importlib
 import io
 import json
@@ -80,6 +81,37 @@ def test_repair_brings_a_pruned_model_nearer_and_keeps_its_pattern(tiny: models.
     assert all(a.same_as(b) for a, b in zip(patterns, after, strict=True))
 
 
+@pytest.mark.gpu
+def test_recorded_steps_learn_what_steps_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    dense = transformers.BertModel(transformers.BertConfig(vocab_size=100, **SIZES)).eval().cuda()
+    train = {length: ids.cuda() for length, ids in encoded(3).items()}
+    start = copy.deepcopy(dense)
+    sk.prune(start, sk.BlockSparse(32, 0.5), method="magnitude", reconstruct=None)
+    made = prune_and_repair.recorded
+
+    def as_it_is(call: Any, ids: Tensor) -> Any:
+        for _ in range(prune_and_repair.WARM):
+            call(ids)
+        return call
+
+    def in_a_graph(call: Any, ids: Tensor) -> Any:
+        found = made(call, ids)
+        assert found is not call
+        return found
+
+    def learned(record: Any) -> Tensor:
+        student = copy.deepcopy(start)
+        monkeypatch.setattr(prune_and_repair, "recorded", record)
+        prune_and_repair.distill(student, dense, train, steps=20, tokens=256, rate=3e-3)
+        return torch.cat([each.detach().flatten() for each in student.parameters()])
+
+    before = torch.cat([each.detach().flatten() for each in start.parameters()])
+    found, wanted = learned(in_a_graph), learned(as_it_is)
+    assert (wanted - before).norm() > 0.01 * before.norm()
+    assert (found - wanted).norm() < 0.3 * (wanted - before).norm()  # bfloat16, and Adam's signs
+
+
 def test_unstructured_wanda_drops_what_its_inputs_weigh_least(tiny: models.Model) -> None:
     student = cells.pruned(tiny, cells.Cell("minilm", "unstructured", 0.25, "wanda"))
     layer, dense = (each.encoder.layer[0].attention.self.query for each in (student, tiny.dense))
@@ -153,6 +185,16 @@ def test_a_gpt_is_trained_once_and_scored_against_itself(tmp_path: Path) -> None
     loss.backward()
     assert loss > 0
     assert models.causal_loss(found[0].dense, found[0].dense, found[0].speed[:1]) == 0
+
+
+def test_records_of_other_texts_stand_in_no_table() -> None:
+    common = {"model": "minilm", "form": "2:4", "keep": 0.5, "gpu": "a card", "cosine": 0.5, "spearman": 0.25}
+    common["calibration"] = {"texts": 8, "tokens": 64}
+    old = common | {"stage": "obs", "texts": "old", "date": "2026-01-02"}
+    new = common | {"stage": "layer", "texts": "new", "date": "2026-01-03"}
+    assert table.tables([new, old]) == table.tables([new])
+    assert table.picture([new, old]) == table.picture([new])
+    assert command.identity(old) != command.identity(old | {"texts": "new"})
 
 
 def test_the_page_shows_the_records() -> None:
