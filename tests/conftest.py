@@ -24,6 +24,8 @@ settings.load_profile("sparsek")
 if worker := os.environ.get("PYTEST_XDIST_WORKER"):
     torch.set_num_threads(1)
     os.environ["OMP_NUM_THREADS"] = "1"  # for the processes that tests start
+    # Inductor else starts a process for each core, which imports torch, in every worker.
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
     # Of several cards each worker has one, and so have the processes that its tests start.
     cards = (
         os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(torch.cuda.device_count())))
