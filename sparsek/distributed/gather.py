@@ -122,6 +122,8 @@ def _placed(under_way: Arriving, heads: Any, part: Piece) -> list[Tensor]:
 
 def _returned(returning: list[Arriving]) -> list[Tensor]:
     """The rows of dK and dV, added in the order of pieces and ranks."""
+    if len(returning) == 1:
+        return returning[0].returned(own=True)
     total = None
     for each in returning:
         total = each.added(total)

@@ -17,7 +17,7 @@ from sparsek.attn.mask.rule import MaskRule
 from sparsek.attn.mask.token_lists import TokenLists
 from sparsek.core.handshake import agreed
 from sparsek.distributed.deal import Deal
-from sparsek.distributed.exchange import Exchange, exchanged, rows_of
+from sparsek.distributed.exchange import Exchange, Exchanged, exchanged, rows_of
 from sparsek.distributed.plan import MeshPlan, heads_of, once, reads_of
 from sparsek.distributed.selection import whole_lists
 from sparsek.distributed.submask import heads_part, on
@@ -84,8 +84,11 @@ def by_heads(
     `groups`: if there are some, their ranks all raise if attention does on one of them, as a policy for NaN.
     """
     each, parts, q_heads = HeadsExchange.of(plan, q, k), plan._parts, q.shape[1]
-    (all_q,) = exchanged(each.queries, rows_of(q))
-    all_k, all_v = exchanged(each.keys, rows_of(k), rows_of(v))
+    rows = (rows_of(q),), (rows_of(k), rows_of(v))
+    under_way = [of.start(*given) for of, given in zip((each.queries, each.keys), rows, strict=True)]
+    (all_q,), (all_k, all_v) = (
+        Exchanged.apply(arriving, *given) for arriving, given in zip(under_way, rows, strict=True)
+    )
     all_q = all_q.view(q.shape[0], each.of_q.size, parts.queries.length, q.shape[3])
     all_k, all_v = (x.view(q.shape[0], each.of_k.size, parts.keys.length, x.shape[1]) for x in (all_k, all_v))
     if isinstance(rule, TokenLists):  # before heads run out: all ranks exchange them
@@ -165,4 +168,4 @@ def _heads_exchange(
         for other in range(deal.ranks)
     ]
     sizes = batch * heads * own, batch * mine * length
-    return Exchange.of(send, place, sizes, plan._parts.group, device, "heads")
+    return Exchange.of(rank, send, place, sizes, plan._parts.group, device, "heads")

@@ -170,5 +170,5 @@ def _gathered(
         send.append(np.concatenate(out))
         place.append(np.concatenate(to))
     return Exchange.of(
-        send, place, (at.size * own, at.size * length), plan._parts.group, device, what
+        rank, send, place, (at.size * own, at.size * length), plan._parts.group, device, what
     ), length

@@ -56,7 +56,7 @@ def exchanges(
         if placed is not None and at == len(groups) - 1:
             row, rows = placed[0][held][wanted == here[at]], placed[1]
             place = [row[each] for each in place]
-        found.append(Exchange.of(send, place, (leaving.size, rows), group, device, what))
+        found.append(Exchange.of(here[at], send, place, (leaving.size, rows), group, device, what))
         held = target[0] == here[0]
     return found
 

@@ -127,7 +127,9 @@ def unsharded(x: Tensor, plan: MeshPlan, dim: int, of: str, side: int = 1) -> Te
         mine = np.arange(deal.tokens[rank])
         places = [deal.positions(other) for other in range(deal.ranks)]
         sizes = mine.size, deal.length
-        return Exchange.of([mine] * deal.ranks, places, sizes, parts.group, x.device, "shards of a sequence")
+        return Exchange.of(
+            rank, [mine] * deal.ranks, places, sizes, parts.group, x.device, "shards of a sequence"
+        )
 
     exchange = once(parts.kept, ("unshard", of, side, x.device), make)
     (whole,) = exchanged(exchange, rows.reshape(rows.shape[0], int(np.prod(rows.shape[1:]))))

@@ -94,6 +94,8 @@ def moved(pieces: Sequence[Piece], tensors: Sequence[Tensor]) -> list[Tensor]:
     for rank, piece in enumerate(pieces):
         each, x = piece.exchange, tensors[rank]
         made = x.new_zeros((each.rows, x.shape[3]))
+        assert each.kept is not None
+        each.kept.put(rows_of(x), made)
         made.index_copy_(0, each.place, torch.cat([of[rank] for of in sent]))
         found.append(made.view(*x.shape[:2], piece.length, x.shape[3]))
     return found
