@@ -477,8 +477,56 @@ def moved(x: Any, layout: Placement | None) -> Any:
         raise failed(what, x.device_mesh.get_group(), error) from error
 
 
+class Copied(torch.autograd.Function):
+    """A plain x that every rank has: its gradients are added up."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return added(grad.clone(memory_format=torch.contiguous_format), ctx.group), None
+
+
+class Added(torch.autograd.Function):
+    """The sum of all ranks' y, in the memory of y. Every rank has its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, group: Any) -> Tensor:
+        ctx.mark_dirty(y)
+        ctx.group = group
+        try:
+            dist.all_reduce(y, group=group)
+        except RuntimeError as error:
+            if type(error) is not RuntimeError and not isinstance(error, dist.DistError):
+                raise
+            what = f"the exchange of {[*y.shape]}, {Partial()} to {Replicate()},"
+            raise failed(what, group, error) from error
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return copied(grad, ctx.group), None
+
+
+@torch._disable_dynamo
+def copied(x: Tensor, group: Any) -> Any:
+    """x, whose gradients on the ranks are added up."""
+    return Copied.apply(x, group)
+
+
+@torch._disable_dynamo
+def added(y: Tensor, group: Any) -> Any:
+    """The sum of the ranks' y, perhaps in the memory of y. MeshError if the collective fails."""
+    return Added.apply(y.contiguous(), group)
+
+
 def everywhere(x: Any, split: Split) -> Tensor:
     """The whole x. Each rank has a part of its gradients."""
+    if not is_split(x) and split.inputs == Replicate():  # without the host's time of DTensors
+        return copied(x, split.mesh.get_group())
     return moved(laid_out(x, split), Replicate()).to_local(grad_placements=[Partial()])
 
 
@@ -520,7 +568,9 @@ def wrapped(x: Tensor, mesh: DeviceMesh, layouts: Sequence[Placement], sizes: Se
 
 
 def summed(y: Tensor, split: Split) -> Any:
-    """The sum of the ranks' y in the output layout."""
+    """The sum of the ranks' y in the output layout, perhaps in the memory of y."""
+    if split.local and split.outputs == Replicate():
+        return added(y, split.mesh.get_group())
     whole = moved(DTensor.from_local(y, split.mesh, [Partial()], run_check=False), split.outputs)
     return whole.to_local() if split.local else whole
 
