@@ -30,6 +30,7 @@ HELP = {
     "planner": "Every way to store a layer's weight, checked and timed; the one that predictions choose against the "
     "fastest.",
     "models": "Whole models with sparse layers over dense ones, new patterns, generate() of transformers, pruning.",
+    "mesh": "Attention and models over the GPUs of one host, over the same work on one: times, bits, bytes, memory.",
     "host": "The host's time of calls as users write them, each over torch's: the suite, or the calls given by hand.",
 }
 MODULES = {"attention-backward": "attention_grad", "attention-fp8": "attention_fp8"}

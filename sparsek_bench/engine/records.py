@@ -17,6 +17,9 @@ A record has the case, the kernel, the times, the peers of the same rounds, the 
   128,256 tokens. "pattern_steps": one of 100 training steps with one pattern. "generate": a token of transformers.
   "prune_memory": a whole model pruned; its fields are those of `PruneMemoryCase`. "fresh_product": a product with a new
   pattern, host included.
+- "mesh": a training step of attention over several GPUs by the fastest way, wall time until all are done, beside one
+  GPU and the other ways; its fields are those of `MeshCase`. "mesh_memory": the most memory of a card in a step.
+  "mesh_model": a whole model in tensor parallel, beside the same on one GPU.
 - Where nothing is rated, tflops (of peers too), gbps and roofline are null; "pack" has the last two.
 - `memory` of attention and of its peers: the largest allocation of one call beyond q, k, v and the output, over the
   bytes of these; of attention_backward beyond dq, dk and dv, over the same bytes. `peak_gb` of attention_train: the

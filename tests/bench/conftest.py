@@ -43,6 +43,9 @@ KERNELS = {
     "generate": "integrations.transformers",
     "prune_memory": "models.prune",
     "fresh_product": "ops.spmm",
+    "mesh": "distributed.attention",
+    "mesh_memory": "distributed.attention",
+    "mesh_model": "distributed.styles",
     "host": "ops.spmm",
 }
 WINDOW_CASE = AttentionCase(1, 16, 16, 32768, 32768, 128, 128, "window:2048")
