@@ -55,7 +55,7 @@ class LocalRows:
         for of, to, count in self.runs:
             out[to : to + count].copy_(x[of : of + count])
         if not self.runs and len(self.of):
-            out.index_copy_(0, self.to, x.index_select(0, self.of))
+            out.index_copy_(0, self.to, x.index_select(0, self.of).to(out.dtype))
 
 
 class Sums(NamedTuple):
@@ -163,10 +163,12 @@ class Exchange:
         parts[kept.rank] = kept.of[there(shared)], there(np.searchsorted(found, own[shared]))
         return Sums(there(found), parts)
 
-    def _empty(self, like: Tensor, filled: int) -> Tensor:
+    def _empty(self, like: Tensor, filled: int, dtype: torch.dtype | None = None) -> Tensor:
         """A result [rows, E] for `filled` rows: 0 where there are others."""
-        sizes = self.rows, like.shape[1]
-        return like.new_empty(sizes) if filled == self.rows else like.new_zeros(sizes)
+        sizes, dtype = (self.rows, like.shape[1]), dtype or like.dtype
+        if filled == self.rows:
+            return like.new_empty(sizes, dtype=dtype)
+        return like.new_zeros(sizes, dtype=dtype)
 
     def _all_to_all(self, out: Tensor, given: Tensor, to: tuple[int, ...], of: tuple[int, ...]) -> Any:
         both = out.view(torch.uint8), given.view(torch.uint8)  # backends know few dtypes
@@ -211,19 +213,21 @@ class Arriving(NamedTuple):
             out.index_copy_(0, each.place, rows)
         return found
 
-    def returned(self, own: bool = False) -> list[Tensor]:
+    def returned(self, dtype: torch.dtype | None = None, own: bool = False) -> list[Tensor]:
         """The sums of each tensor's rows that arrived, in the order of ranks, in float32 at least, so the bits repeat.
 
-        `own`: the tensors are nobody else's, so results may be in their memory.
+        `dtype`: that of the results; by default that of the rows. `own`: the tensors are nobody else's, so results may
+        be in their memory.
         """
-        each = self.exchange
+        each, dtype = self.exchange, dtype or self.arrived.dtype
         if each.kept is None:
             total = self.added()
-            return [x.to(self.arrived.dtype) for x in total.split(self.widths, 1)]
+            return [x.to(dtype) for x in total.split(self.widths, 1)]
         sums = each._sums
         if sums is None:
             return [
-                x if own or x is not y else x.clone() for x, y in zip(self.placed(), self.given, strict=True)
+                x.to(dtype) if own or x is not y else x.to(dtype, copy=True)
+                for x, y in zip(self.placed(), self.given, strict=True)
             ]
         each.wait(self.work)
         shared, found = len(sums.parts[each.kept.rank][1]), []
@@ -231,9 +235,9 @@ class Arriving(NamedTuple):
         arrived = self.arrived.split(self.widths, 1)
         for x, rows in zip(self.given, arrived, strict=True):
             if whole:
-                out = x if own else x.clone()
+                out = x.to(dtype, copy=not own)
             else:
-                out = each._empty(x, len(each.kept.of) + len(sums.rows) - shared)
+                out = each._empty(x, len(each.kept.of) + len(sums.rows) - shared, dtype)
                 each.kept.put(x, out)
             total = x.new_zeros((len(sums.rows), x.shape[1]), dtype=_wide(x))
             parts = list(rows.split(each.receive_counts))
@@ -241,7 +245,7 @@ class Arriving(NamedTuple):
             for part, (of, to) in zip(parts, sums.parts, strict=True):
                 part = part if of is None else part.index_select(0, of)
                 total.index_add_(0, to, part.to(total.dtype))
-            found.append(out.index_copy_(0, sums.rows, total.to(x.dtype)))
+            found.append(out.index_copy_(0, sums.rows, total.to(dtype)))
         return found
 
     def added(self, total: Tensor | None = None) -> Tensor:

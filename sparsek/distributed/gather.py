@@ -1,7 +1,8 @@
 """Attention of a rank's own queries over keys that it gathers from their owners, as one node of autograd.
 
     forward    pieces of K and V that the queries see arrive; attention to each; parts merged by lse
-    backward   the pieces arrive again; dQ is their sum; dK and dV return to the owners, which add them by rank
+    backward   the pieces arrive again; dQ is their sum; dK and dV return to the owners, which add them by rank, of
+               float32 where many keys have parts on several ranks
     exact      one piece; and in the backward pass Q, dO, O and lse go to the owners of the keys they see instead
 
 Nothing that was gathered is kept between the passes. A pass makes the same collectives in the same order on all ranks,
@@ -16,9 +17,8 @@ import torch
 from torch import Tensor
 
 from sparsek.attn.ops.attention import attention
-from sparsek.attn.ops.attention_plans import differentiated
-from sparsek.attn.plan.attention import Attended
-from sparsek.attn.plan.attention_grad import Differentiated
+from sparsek.attn.ops.attention_autograd import AttentionBackward
+from sparsek.attn.plan.attention import NONE, Attended
 from sparsek.attn.reference.attention import merge_attention
 from sparsek.attn.reference.scores import Scores
 from sparsek.distributed.exchange import Arriving, refuse_second_order, rows_of
@@ -61,34 +61,36 @@ class GatheredAttention(torch.autograd.Function):
         q, k, v, sinks, out, lse = ctx.saved_tensors
         plan: MeshPlan = ctx.plan
         grad = torch.zeros_like(out) if grad is None else grad
-        grad_lse = torch.zeros_like(lse) if grad_lse is None else grad_lse
         parts = key_pieces(plan, k.shape[0], k.shape[1], q.device, ctx.pieces, ctx.exact)
         queries = query_piece(plan, q.shape[0], q.shape[1], q.device) if ctx.exact else None
         pairs = _all_under_way(parts, k, v)
         seeing: list[Arriving] = []
         if queries is not None:  # under way before the first product
+            grad_lse = torch.zeros_like(lse) if grad_lse is None else grad_lse
             of_sums = (rows_of(x.unsqueeze(-1)) for x in (lse, grad_lse))
             seeing = [queries.exchange.start(*map(rows_of, (q, out, grad))), queries.exchange.start(*of_sums)]
         wide = torch.promote_types(q.dtype, torch.float32)
         dq, returning, learned, of_part = None, [], None, sinks
         for part, under_way in pairs:
             keys, values = _placed(under_way, k.shape[:2], part)
-            call = Attended(q, keys, values, part.mask, ctx.scale, scores=Scores(ctx.softcap, None, of_part))
-            more, *of_keys = differentiated(Differentiated(call, out, lse, grad, grad_lse), None)
+            given = q, keys, values, out, lse, grad, grad_lse
+            summed = queries is None and part.shared
+            more, *of_keys = _differentiated(given, part, ctx, of_part, summed)
             if of_part is not None:
                 learned, of_part = of_keys.pop().sum(0).to(of_part.dtype), None
             dq = more if dq is None else dq.to(wide).add_(more)
             if queries is None:
+                if summed:  # of one dtype on all ranks, whatever their kernels have
+                    of_keys = [x.to(wide) for x in of_keys]
                 returning.append(part.exchange.start_back(*map(rows_of, of_keys)))
         assert dq is not None
         if queries is None:
-            dk, dv = (x.view_as(of) for x, of in zip(_returned(returning), (k, v), strict=True))
+            dk, dv = (x.view_as(of) for x, of in zip(_returned(returning, k.dtype), (k, v), strict=True))
         else:
             all_q, all_out, all_grad = _placed(seeing[0], q.shape[:2], queries)
             all_lse, all_grad_lse = (x.squeeze(-1) for x in _placed(seeing[1], q.shape[:2], queries))
-            call = Attended(all_q, k, v, queries.mask, ctx.scale, scores=Scores(ctx.softcap))
-            given = Differentiated(call, all_out, all_lse, all_grad, all_grad_lse)
-            _, dk, dv, *_ = differentiated(given, None)
+            given = all_q, k, v, all_out, all_lse, all_grad, all_grad_lse
+            _, dk, dv = _differentiated(given, queries, ctx, None, False)
         return dq.to(q.dtype), dk, dv, learned, None, None, None, None, None
 
 
@@ -120,12 +122,23 @@ def _placed(under_way: Arriving, heads: Any, part: Piece) -> list[Tensor]:
     return [x.reshape(*heads, part.length, x.shape[1]) for x in under_way.placed()]
 
 
-def _returned(returning: list[Arriving]) -> list[Tensor]:
+def _differentiated(given: tuple[Any, ...], part: Piece, ctx: Any, sinks: Tensor | None, wide: bool) -> Any:
+    """(dq, dk, dv) of a piece, and with sinks their gradient; by a recorded call where there is one.
+
+    `wide`: dk and dv are parts of sums.
+    """
+    call = Attended(NONE, NONE, NONE, part.mask, ctx.scale, scores=Scores(ctx.softcap), wide=wide)
+    q, k, v, *results = given
+    run: Any = AttentionBackward.forward
+    return run(q, k, v, *results, sinks, call)
+
+
+def _returned(returning: list[Arriving], dtype: torch.dtype) -> list[Tensor]:
     """The rows of dK and dV, added in the order of pieces and ranks."""
     if len(returning) == 1:
-        return returning[0].returned(own=True)
+        return returning[0].returned(dtype, own=True)
     total = None
     for each in returning:
         total = each.added(total)
     assert total is not None
-    return list(total.to(returning[0].arrived.dtype).split(returning[0].widths, 1))
+    return list(total.to(dtype).split(returning[0].widths, 1))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -15,14 +15,22 @@ from sparsek.distributed.exchange import Exchange
 from sparsek.distributed.plan import MeshPlan, once
 from sparsek.distributed.submask import submask
 
+# Parts of the gradients of so few keys may be rounded before they are added: that adds 2 * FEW of the square of one
+# rounding's error to that of all, where keys are alike. Float32 takes twice the memory of the gradients, on every rank.
+FEW = 1 / 8
+
 
 @dataclass(frozen=True, eq=False)
 class Piece:
-    """Keys or queries that arrive together: their exchange, the mask of them and of what is here, and their number."""
+    """Keys or queries that arrive together: their exchange, the mask of them and of what is here, and their number.
+
+    `shared`: of keys, whether parts of their gradients go between ranks in float32.
+    """
 
     exchange: Exchange
     mask: BlockMask
     length: int
+    shared: bool = False
 
 
 def key_pieces(
@@ -45,7 +53,9 @@ def key_pieces(
         if pieces > 1 and at_ends(plan.mask):
             of = np.where(_end_blocks(plan, needs.shape[1]), 0, of)
         met = [needs & (of == piece) for piece in range(pieces)]
-        return [_keys_of(plan, each, batch, kv_heads, device, exact, at == 0) for at, each in enumerate(met)]
+        shared = float((needs.sum(0) > 1).sum()) > FEW * float(needs.any(0).sum())
+        made = [_keys_of(plan, each, batch, kv_heads, device, exact, at == 0) for at, each in enumerate(met)]
+        return [replace(each, shared=shared) for each in made]
 
     return once(plan._kept, ("keys", batch, kv_heads, device, pieces, exact), make)
 

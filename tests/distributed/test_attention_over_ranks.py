@@ -188,6 +188,25 @@ def _received(rank: int, how: str, mesh: Any) -> tuple[int, int]:
     return total, int(plan.received(BATCH, 4, 2, DIM, V_DIM)[rank])
 
 
+def _rounded_once() -> list[tuple[float, float]]:
+    """Errors of dk and dv in bf16 of keys that all ranks see, over ranks and by one process."""
+    mask, given, d = masks()["causal"], [x.bfloat16() for x in operands(N, N)[:4]], sk.distributed
+    plan = d.plan(mask, dist.group.WORLD)
+
+    def of_keys(attend: Any, operands: list[Tensor], **more: Any) -> Any:
+        q, k, v = (x.detach().requires_grad_() for x in operands[:3])
+        return torch.autograd.grad(attend(q, k, v, **more), (k, v), operands[3])
+
+    exact, one = (of_keys(sk.attention, each, mask=mask) for each in ([x.double() for x in given], given))
+    shards = [
+        d.shard_sequence(x, plan, of="keys" if at in (1, 2) else "queries") for at, x in enumerate(given)
+    ]
+    parts = of_keys(d.attention, shards, mask=plan)
+    wholes = [d.unshard_sequence(x, plan, of="keys") for x in parts]
+    pairs = [[x.double() - right for x in xs] for *xs, right in zip(wholes, one, exact, strict=True)]
+    return [(float(a.norm()), float(b.norm())) for a, b in pairs]
+
+
 def _whole_and_bits(rank: int, mesh: Any) -> dict[str, Any]:
     d, world, mask = sk.distributed, dist.group.WORLD, masks()["causal"]
     plan = d.plan(mask, world)
@@ -266,6 +285,7 @@ def _work(rank: int) -> dict[Any, Any]:
     if models is not None:
         found["models"] = models.gemma_over_ranks(world), models.bert_over_ranks(world)
     found["packed"] = {name: packed_over_ranks(name, world, mesh) for name in PACKED}
+    found["rounded"] = _rounded_once()
     found["DTensors"] = {name: of_dtensors(name, mesh) for name in WHOLE}
     found |= {"faults": _faults(rank, mesh), **_whole_and_bits(rank, mesh)}
     if rank == RANKS - 1:
@@ -291,6 +311,11 @@ def test_every_way_and_mask_is_one_process(case: Any, found: list[dict[Any, Any]
     name, _, sinks, heads, _ = case
     for each in found:
         _same(each[case], alone(name, sinks, heads))
+
+
+def test_gradients_of_keys_that_ranks_share_are_rounded_once(found: list[dict[Any, Any]]) -> None:
+    for mine, whole in (pair for each in found for pair in each["rounded"]):
+        assert 0 < mine < 1.05 * whole
 
 
 def test_slopes_by_heads_are_those_of_one_process(found: list[dict[Any, Any]]) -> None:

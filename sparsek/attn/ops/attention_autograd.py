@@ -211,7 +211,8 @@ class AttentionBackward(torch.autograd.Function):
         tensors = (q, k, v, out, lse, grad) if grad_lse is None else (q, k, v, out, lse, grad, grad_lse)
         call, slot = call if sinks is None else call.of(NONE, NONE, NONE, sinks), recorded_calls.UNBOUND
         if not torch.compiler.is_compiling():
-            slot = recorded(call, ("attention_backward", call.in_order, grad_lse is None), tensors)
+            verb = "attention_backward", call.in_order, grad_lse is None, call.wide
+            slot = recorded(call, verb, tensors)
             if slot.__class__ is not Slot:
                 return slot
         given = Differentiated(call.of(q, k, v, sinks), out, lse, grad, grad_lse)

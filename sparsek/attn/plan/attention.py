@@ -41,8 +41,9 @@ class Attended:
     """A call of attention: the operands and options of `sk.attention`, each declared here, and checked by `check`.
 
     `mask`: the owner of its plans; None for every block, until that is filled in. `scale`: None for D**-0.5. `plan`:
-    that of the caller; without one the mask's is used. `once`: the plan of a new mask is not kept. As no pytree, the
-    class hides the mask and the slopes from torch.func.
+    that of the caller; without one the mask's is used. `once`: the plan of a new mask is not kept. `wide`: gradients
+    of k and v are parts of sums, in float32 where the kernel has that. As no pytree, the class hides the mask and the
+    slopes from torch.func.
     """
 
     q: Tensor
@@ -56,6 +57,7 @@ class Attended:
     scores: Scores = PLAIN
     plan: Any = None
     once: bool = False
+    wide: bool = False
 
     form: ClassVar[Hashable] = "attention"
     """The operation, and all of q, k and v but the shapes and dtypes of `tensors`."""
@@ -67,7 +69,8 @@ class Attended:
     def of(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Attended:
         """This call of other operands, such as those that torch.func has unwrapped."""
         scores, options = self.scores.with_sinks(sinks), (self.scale, self.return_lse, self.kernel)
-        return Attended(q, k, v, self.mask, *options, self.deterministic, scores, self.plan, self.once)
+        more = self.plan, self.once, self.wide
+        return Attended(q, k, v, self.mask, *options, self.deterministic, scores, *more)
 
     def without(self) -> Attended:
         """This call of no operands, for autograd to keep beside them."""

@@ -57,10 +57,12 @@ class Differentiated(NamedTuple):
 
     def problem(self, card: Card) -> AttentionGradProblem:
         fields = self.call.fields(self.layout)
-        return self.call.placed(AttentionGradProblem(**fields, card=card, deterministic=self.call.in_order))
+        in_order, wide = self.call.in_order, self.call.wide
+        problem = AttentionGradProblem(**fields, card=card, deterministic=in_order, wide=wide)
+        return self.call.placed(problem)
 
     def key(self) -> Hashable:
-        return *self.call.alike(self.layout), self.call.in_order
+        return *self.call.alike(self.layout), self.call.in_order, self.call.wide
 
     def plan_owner(self) -> BlockMask:
         return self.call.mask
@@ -120,7 +122,10 @@ class AttentionGradPlan(MaskPlan):
     ) -> tuple[tuple[Tensor, Tensor, Tensor], tuple[AttentionGradCall] | None]:
         call, out, lse, grad, grad_lse = given
         q, k, v = call.q, call.k, call.v
-        dq, dk, dv = (operands.empty_out(x, x.shape[3]) for x in (q, k, v))
+        widens = self.problem.wide and getattr(self.choice.kernel, "widens", False)
+        of_keys = torch.promote_types(k.dtype, torch.float32) if widens else None
+        dq = operands.empty_out(q, q.shape[3])
+        dk, dv = (operands.empty_out(x, x.shape[3], of_keys) for x in (k, v))
         if q.numel() == 0 or k.numel() == 0:
             return (dq.zero_(), dk.zero_(), dv.zero_()), None
         grad = operands.fitting(grad, out, self.problem.aligned)

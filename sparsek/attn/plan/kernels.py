@@ -137,7 +137,7 @@ class AttentionGradCall(NamedTuple):
     `out` and `lse` are those of the forward pass, `lse` contiguous. `grad` [B, Hq, S, Dv] has q's dtype. `grad_lse`
     [B, Hq, S] is float32 (float64 for float64) and contiguous, or None for 0. dq, dk and dv have the shapes of q, k
     and v. They are preallocated, fully overwritten, and stored as [B, H, L, E] or as [B, L, H, E], without gaps. No
-    dim of any tensor is 0.
+    dim of any tensor is 0. dk and dv are float32 where the problem is `wide` and the kernel has `widens`.
 
     `scores` is that of the forward pass. P is exp(s - lse) of the changed scores s, lse includes the sinks, and a
     softcap multiplies dS by 1 - tanh^2. The gradient of the sinks is not part of the launch.

@@ -172,13 +172,14 @@ class AttentionGradProblem(AttentionProblem):
     Sizes and lists are those of the forward pass; `longest` is a row of query tiles, because only the mask's
     transposed lists have the lengths of key blocks. `unit_stride` and `aligned` include grad. `lse` is always true
     here, and `sink_logits` "", because lse has the sinks. `deterministic`: the same inputs must give the same bits, so
-    sums have a fixed order.
+    sums have a fixed order. `wide`: dk and dv are wanted in float32, which kernels with `widens` give.
     """
 
     op: ClassVar[str] = "attention_backward"
 
     lse: bool = True
     deterministic: bool = True
+    wide: bool = False
 
     @property
     def dense_flops(self) -> float:

@@ -26,6 +26,7 @@ class CpuAttentionBackward(cpu.CpuAttentionKernel):
     """Batched torch. Chosen for CPU tensors, never for CUDA ones."""
 
     name = "cpu.attention_bwd"
+    widens = True
     gathers = 9  # read, written and read twice; their gradients written, read and accumulated
     passes = 16
     products = 2

@@ -297,6 +297,7 @@ class HopperAttentionGrad:
     """Implements the Kernel protocol for the device code above."""
 
     name = "hopper.attention_bwd"
+    widens = True  # as sums of one part
 
     def why_not(self, p: AttentionGradProblem) -> list[str]:
         reasons = unless_hopper(p) + unless_heads(p, "registers hold dK and dV of at most 128 columns", 128)
@@ -342,7 +343,7 @@ class HopperAttentionGrad:
                 queries=queries,
                 members=p.members,
                 member_ends=p.member_ends,
-                parts=tile_parts(p, p.card.sm_count).count(p) > 1,
+                parts=p.wide or tile_parts(p, p.card.sm_count).count(p) > 1,
             )
             if c.smem_bytes <= p.card.smem_bytes:
                 found.append(c)
@@ -373,7 +374,10 @@ class HopperAttentionGrad:
         if c.parts:
             cut = tile_parts(p, p.card.sm_count).count(p)
             size = key_tiles(p) * part_bytes(c) / 1e6
-            found.append(f"key tiles are cut into {cut} parts, whose float32 sums are {size:.4g} MB a call")
+            cut_into = (
+                f"are cut into {cut} parts, whose float32 sums" if cut > 1 else "have float32 sums, which"
+            )
+            found.append(f"key tiles {cut_into} are {size:.4g} MB a call")
         if c.ordered:
             found.append(
                 f"dQ is added in a fixed order; by scripts, deterministic=False is {c.order_price} times as fast"
@@ -406,12 +410,15 @@ class HopperAttentionGrad:
         (turns if c.ordered else acc).zero_()
         lists = 1 if bounds is None else bounds[0].numel() // rows
         held = known if bounds is None else bounds.view(-1, c.queries)
+        # Of parts only the dtype is read, which is that of k.
+        stored = (k, v) if of_parts else (dk, dv)
+        described = [describe_heads(x, 64, dim) for x, dim in zip(stored, (c.dim, c.v_dim), strict=True)]
         args = (
             describe_queries(c, q, c.dim), describe_heads(k, 64, c.dim),
             describe_heads(v, 64, c.v_dim), describe_queries(c, grad, c.v_dim),
             *(Described(x, tuple(x.shape), (c.queries, 1), (1, c.queries)) for x in (known, held)),
             Described(acc, (sums, rows * c.dim // 32, 32), (rows * c.dim, 32, 1), (1, 2 * c.dim, 32)),
-            describe_heads(dk, 64, c.dim), describe_heads(dv, 64, c.v_dim), made.tiles, made.starts, made.visits,
+            *described, made.tiles, made.starts, made.visits,
             *(none if x is None or x.numel() == 0 else x for x in (mask.rules, mask.bits)), turns,
             factor, scale, k.shape[2], rows, len(known) // 2, heads,
             mask.heads * rows if lists > 1 and mask.batch > 1 else 0, rows if lists > 1 and mask.heads > 1 else 0,

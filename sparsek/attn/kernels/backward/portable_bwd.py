@@ -439,6 +439,7 @@ class PortableAttentionGrad(common.PortableKernel):
     """Gradients of attention in plain Triton; always deterministic."""
 
     name = "portable.attention_bwd"
+    widens = True
     tables = (HOPPER, AMPERE)
     most, tiled = SIZE_LIMIT // 2, "queries or keys"  # parts may be half as many again
 

@@ -16,6 +16,8 @@ from sparsek.attn.kernels.backward.schedule_bwd import padded_bounds
 from sparsek.attn.kernels.forward.packed_rows import halved_tiles, packed_mask
 from sparsek.attn.mask.lists import BlockLists, Members
 from sparsek.attn.mask.mask import BlockMask
+from sparsek.attn.ops.attention_autograd import AttentionBackward
+from sparsek.attn.plan.attention import NONE, Attended
 from sparsek.attn.plan.attention_grad_schedule import TileParts
 from sparsek.attn.plan.kernels import AttentionGradCall
 from sparsek.engine.table import load
@@ -342,3 +344,24 @@ def test_ten_thousand_launches_give_the_same_bits(
             kernel.launch(c, work, AttentionGradCall(*given[:9], *again))
             wrong += sum((a != b).any() for a, b in zip(found, again, strict=True))
     assert int(wrong) == 0, f"seed {seed}: {int(wrong)} tensors differ"
+
+
+@pytest.mark.parametrize("dim", [128, 256])
+@pytest.mark.parametrize("name", ["window", "causal"])
+def test_wide_gradients_of_keys_round_to_those_in_the_dtype(name: str, dim: int) -> None:
+    """Of the default kernel, recorded and not. That of more than 128 columns has none in float32."""
+    options: Any = {"block": 128, "device": "cuda"}
+    window = BlockMask.sliding_window(1500, 300, sinks=20, **options)
+    mask = window if name == "window" else BlockMask.causal(1500, **options)
+    q, k, v, grad = (torch.randn(1, heads, 1500, dim, device="cuda").bfloat16() for heads in (8, 2, 2, 8))
+    out, lse = sk.attention(q, k, v, mask, return_lse=True)
+    given = q, k, v, out, lse, grad, None, None
+    narrow, *several = (
+        AttentionBackward.forward(*given, Attended(NONE, NONE, NONE, mask, wide=wide))
+        for wide in (False, *[True] * 4)
+    )
+    for dq, *of_keys in several:
+        assert torch.equal(dq, narrow[0])
+        for x, y in zip(of_keys, narrow[1:], strict=True):
+            assert x.dtype == (torch.float32 if dim == 128 else torch.bfloat16)
+            assert torch.equal(x.bfloat16(), y)

@@ -94,6 +94,7 @@ FULL_OR_RULED = [
     Config(64, 64, (128, 128), 2, 2, interval=True, members=1, sums=2, queries=128),
     Config(128, 128, (128, 128), 2, 2, interval=True, members=16, parts=True),
     Config(128, 128, (64, 128), 2, 2, interval=True, members=16, parts=True),
+    Config(128, 128, (128, 128), 2, 2, interval=True, sums=1, parts=True),
     Config(128, 128, (128, 64), 1, 2, interval=True, members=16, sums=0, parts=True),
     Config(64, 64, (128, 128), 2, 2, interval=True, members=4, sums=2, queries=128, parts=True),
 ]
@@ -145,6 +146,13 @@ def test_members_whose_rows_exceed_l2_are_cut_into_parts() -> None:
     assert "tiles cut into parts" in c.texts
     assert any("8 parts" in note and "268.4 MB" in note for note in KERNEL.notes(p, c))
     assert not KERNEL.default(problem()).parts
+
+
+def test_wide_gradients_of_keys_are_sums_of_one_part() -> None:
+    wide = problem(wide=True)
+    c = KERNEL.default(wide)
+    assert c == replace(KERNEL.default(problem()), parts=True)
+    assert any("key tiles have float32 sums" in note for note in KERNEL.notes(wide, c))
 
 
 def test_members_of_a_tile_are_taken_by_half_tiles() -> None:
