@@ -80,7 +80,7 @@ def known(evidence: Iterable[Mapping[str, Any]]) -> Known:
                 files[path] = facts["ran"], facts["seconds"]
                 slow[path] = {}
         for name, seconds in each["slow"].items():
-            slow[file_of(name)][name] = seconds
+            slow.setdefault(file_of(name), {})[name] = seconds  # a file may have run in part only
     return Known(files, {name: seconds for of_file in slow.values() for name, seconds in of_file.items()})
 
 

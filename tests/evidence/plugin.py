@@ -237,7 +237,9 @@ class Recorder:
         self.paths = [path for path in self.paths if path not in cut]
         self.ids = [test for test in self.ids if parts.file_of(test) not in cut]
         self.ended = {test for test in self.ended if parts.file_of(test) not in cut}
-        self.outcome = {test: what for test, what in self.outcome.items() if parts.file_of(test) not in cut}
+        for by_test in (self.outcome, self.seconds, self.began):
+            for test in [test for test in by_test if parts.file_of(test) in cut]:
+                del by_test[test]
 
     def _collection_skipped(self, nodeid: str, reason: str) -> None:
         if self.outcome.setdefault(nodeid, "skipped") == "skipped":

@@ -60,8 +60,9 @@ def files(root: Path, found: list[Evidence]) -> list[File]:
     """The status of every test file that has tests marked `gpu`, or had when it ran."""
     tree = Tree(root, executed.PACKAGES)
     newest = record.newest(found)
-    changes = {
-        id(each): executed.Executed(each["executed"]).changes(tree) for each in _distinct(newest.values())
+    changes = {  # a run that was killed has not told what it executed
+        id(each): executed.Executed(each["executed"]).changes(tree) if each["executed"] else {}
+        for each in _distinct(newest.values())
     }
     result = []
     for path in sorted({*parts.test_files(root), *newest}):

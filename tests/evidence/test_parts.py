@@ -77,9 +77,13 @@ def test_seconds_come_from_the_newest_evidence() -> None:
     new = {
         "date": "2026-11-21",
         "files": {path: {"ran": 5, "seconds": 60.0}, other: {"ran": 0, "seconds": 0.0}},
-        "slow": {f"{path}::test_x": 40.0},
+        "slow": {
+            f"{path}::test_x": 40.0,
+            "tests/ops/test_cut.py::test_z": 50.0,
+        },  # of a file that did not run whole
     }
     known = parts.known([new, old])
+    assert known.slow["tests/ops/test_cut.py::test_z"] == 50.0
     assert known.of_file(path, 10) == 120.0
     assert known.of_file(other, 3) == 6.0
     assert known.of_file("tests/ops/test_c.py", 3) == 3 * parts.UNKNOWN

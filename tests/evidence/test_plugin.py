@@ -185,6 +185,7 @@ def test_files_that_time_cuts_are_left_out_and_others_are_evidence(tmp_path: Pat
     assert list(found["files"]) == ["tests/test_early.py"]
     assert found["counts"] == {"tests": 4, "passed": 4, "failed": 0, "skipped": 0, "unrun": 0}
     assert found["executed"].split() == ["tests/test_early.py"]
+    assert found["unfinished"] == []
 
 
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])

@@ -409,6 +409,13 @@ def test_predictions_make_stale_the_plans_that_they_change() -> None:
     assert "SpmmProblem: reference.spmm None is " in found["tests/ops/test_b.py"][0]
 
 
+def test_a_run_that_was_killed_makes_its_files_stale(tree: Path) -> None:
+    killed = evidence(tree, "again-1", [VERB]) | {"finished": False, "executed": ""}
+    found = status.statuses(tree, [*both(tree), killed], 3)
+    assert f"stale: {VERB}: nothing shows what it executed" in found[1].why
+    assert status.to_run(tree, [*both(tree), killed]) == [VERB]
+
+
 def test_parts_of_another_cut_are_stale(tree: Path) -> None:
     found = both(tree)
     found[1]["cuts"] = [VERB]
