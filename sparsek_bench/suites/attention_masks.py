@@ -1,11 +1,14 @@
 """Masks of a benchmark, each written as one short text, "window:4096+sinks:128". MASK_FORMS is the grammar."""
 
+import lzma
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -15,6 +18,8 @@ from sparsek_bench.engine.data import Draw, TokenMaker, random_dense
 
 Maker = Callable[[], BlockMask]
 NEIGHBOURS = 64  # queries that mostly choose alike
+# What benchmarks/token_lists recorded: 16 blocks of 64 keys for 8,192 tokens and 4 heads of k.
+RECORDED, RECORDED_SHAPE, RECORDED_BLOCK = Path(__file__).with_name("recorded_lists.xz"), (4, 8192, 16), 64
 NUMBER = r"(\\d+(?:\\.\\d+)?)"  # the replacement of a letter
 
 
@@ -139,6 +144,36 @@ def _tokens(case: Any, draw: Draw, blocks: float, noise: float) -> Maker:
     return TokenMaker(torch.stack(kept)[None], case)
 
 
+def write_recorded(path: Path, indices: Tensor) -> None:
+    """Write lists [heads, tokens, blocks] of blocks 0 to 254, or -1, sorted, by their steps from token to token."""
+    places = indices.cpu().sort(-1).values.transpose(1, 2).contiguous().numpy().astype(np.uint8)
+    path.write_bytes(lzma.compress(np.diff(places, axis=-1, prepend=np.uint8(0)).tobytes()))
+
+
+def read_recorded(path: Path, shape: tuple[int, int, int]) -> Tensor:
+    """The lists of `write_recorded`, int32."""
+    heads, tokens, blocks = shape
+    steps = np.frombuffer(lzma.decompress(path.read_bytes()), np.uint8).reshape(heads, blocks, tokens)
+    places = np.cumsum(steps, -1, dtype=np.uint8).astype(np.int32).transpose(0, 2, 1)
+    return torch.from_numpy(np.where(places == 255, -1, places))
+
+
+def _recorded(case: Any, draw: Draw) -> Maker:
+    """The first heads and tokens of the recorded lists, which see no later block."""
+    heads, tokens, _ = RECORDED_SHAPE
+    if (
+        case.q_len != case.kv_len
+        or case.q_len > tokens
+        or case.kv_heads > heads
+        or case.block[1] != RECORDED_BLOCK
+    ):
+        raise InvalidInput(
+            f"recorded lists are of {heads} heads, {tokens} queries and keys, blocks of {RECORDED_BLOCK}"
+        )
+    kept = read_recorded(RECORDED, RECORDED_SHAPE)[: case.kv_heads, : case.q_len]
+    return TokenMaker(kept[None].to(draw.device), case)
+
+
 def _generator(draw: Draw) -> torch.Generator:
     return torch.Generator(device=draw.device).manual_seed(draw.seed)
 
@@ -162,6 +197,7 @@ MASK_FORMS: tuple[MaskForm, ...] = (
     MaskForm("blocks:F", lambda share: f"random {100 * share:g} %", _blocks, uniform=True),
     MaskForm("topk:K", "top {:g}".format, _topk, uniform=True),
     MaskForm("tokens:K:N", "{:g} blocks per token, noise {:g} %".format, _tokens, causal=True),
+    MaskForm("tokens:recorded", "16 blocks per token, of a trained model".format, _recorded, causal=True),
     MaskForm("documents:L", "documents of {:g}".format, _documents, causal=True),
     MaskForm("bigbird:W:G:R", "bigbird {:g} / {:g} / {:g}".format, _bigbird),
     MaskForm("uniform-like-bigbird:W:G:R", "uniform as bigbird {:g} / {:g} / {:g}".format, _like_bigbird),

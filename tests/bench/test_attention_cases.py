@@ -1,15 +1,25 @@
 """Cases of attention, the texts of their masks, and their suites."""
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from sparsek.core.errors import InvalidInput
 from sparsek.testing.attention_budget import ExpectedAttention
 from sparsek_bench.suites import attention
 from sparsek_bench.suites.attention import BENCH, AttentionCase, length_name, parse_lengths, parse_pair
-from sparsek_bench.suites.attention_masks import MASK_FORMS, parse_mask
+from sparsek_bench.suites.attention_masks import (
+    MASK_FORMS,
+    RECORDED,
+    RECORDED_BLOCK,
+    RECORDED_SHAPE,
+    parse_mask,
+    read_recorded,
+    write_recorded,
+)
 from tests.refusals import refused
 
 CPU = torch.device("cpu")
@@ -23,6 +33,7 @@ TEXTS = (
     "topk:2",
     "documents:100",
     "tokens:2:15",
+    "tokens:recorded",
     "bigbird:64:64:1",
     "uniform-like-bigbird:64:64:1",
 )
@@ -75,6 +86,22 @@ def test_a_mask_is_what_its_text_says(text: str) -> None:
 
 def test_every_kind_of_mask_is_tried_here() -> None:
     assert {parse_mask(text).form for text in TEXTS} == {each.form for each in MASK_FORMS}
+
+
+def test_recorded_lists_are_read_as_they_were_written(tmp_path: Path) -> None:
+    lists = torch.randint(-1, 128, (2, 300, 5), dtype=torch.int32)
+    write_recorded(tmp_path / "lists.xz", lists)
+    assert torch.equal(read_recorded(tmp_path / "lists.xz", (2, 300, 5)), lists.sort(-1).values)
+
+
+def test_recorded_lists_are_sixteen_blocks_up_to_the_own_one() -> None:
+    lists = read_recorded(RECORDED, RECORDED_SHAPE)
+    own = torch.arange(RECORDED_SHAPE[1])[:, None] // RECORDED_BLOCK
+    assert ((lists >= -1) & (lists <= own)).all()
+    assert (lists[:, 16 * RECORDED_BLOCK :] >= 0).all()
+    assert (lists == own).any(-1).all()
+    with pytest.raises(InvalidInput, match="blocks of 64"):
+        with_mask("tokens:recorded", block=(128, 128)).mask_maker(CPU)
 
 
 def test_a_random_mask_may_be_drawn_from_other_seeds() -> None:

@@ -15,6 +15,8 @@ from torch import Tensor
 from sparsek.attn.mask.mask import BlockMask
 from sparsek.attn.reference.attention import attention as reference
 from sparsek.core import dtypes
+from sparsek_bench.benches import BENCHES
+from sparsek_bench.engine.bench import BY_OP
 from sparsek_bench.engine.peer import UnavailableError, peers_named, setting_up
 from sparsek_bench.peers.attention import (
     LONGEST_DENSE_STEP,
@@ -491,3 +493,14 @@ def test_flex_attention_is_given_its_tiles(monkeypatch: pytest.MonkeyPatch) -> N
 def test_whatever_a_peer_raises_is_its_reason() -> None:
     with pytest.raises(UnavailableError, match="RuntimeError: no such kernel"), setting_up():
         raise RuntimeError("no such kernel\nand a long story")
+
+
+@pytest.mark.parametrize("name", ["attention", "attention-backward", "tokens"])
+def test_peers_say_of_every_published_row_whether_they_run_it(name: str) -> None:
+    told = [
+        reason
+        for row in BENCHES[name].rows
+        for peer in BY_OP[row.case.op].peers
+        for reason in peer.why_not(row.case, CUDA)
+    ]
+    assert all(isinstance(reason, str) and reason for reason in told)

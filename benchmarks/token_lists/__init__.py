@@ -1,0 +1,1 @@
+"""Lists of blocks that a trained model chooses, for `sparsek bench tokens`."""
