@@ -8,18 +8,18 @@ on 8,192 bytes of text that it was not trained on. The mask `tokens:recorded` of
 from __future__ import annotations
 
 import argparse
+import lzma
 import math
 import time
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 import sparsek as sk
 from benchmarks.whole_models import texts
-from sparsek.nn.selected import compressed
-from sparsek_bench.suites.attention_masks import RECORDED, write_recorded
 
 HEADS, KV_HEADS, BLOCK, TOPK, LAYERS, WIDTH = 64, 4, 64, 16, 4, 512
 RECORDED_LAYER = 2
@@ -46,9 +46,10 @@ class Layer(nn.Module):
         """The blocks of each token for the layer's input x: int32 [B, KV_HEADS, S, TOPK]."""
         layer, x = self.attention, self.norms[0](x)
         assert layer.other_kv is not None
+        assert layer.compress_k is not None
         q, k, _ = layer._heads(layer.qkv(x)).split((HEADS, KV_HEADS, KV_HEADS), 1)
         keys = layer._heads(layer.other_kv(x)).chunk(4, 1)[0]
-        return self.policy.lists(q, k, compressed=compressed(keys, self.policy, layer.compress_k)).indices
+        return self.policy.lists(q, k, compressed=layer.compress_k(keys)).indices
 
 
 class Reader(nn.Module):
@@ -113,11 +114,17 @@ def train(model: Reader, rows: Tensor, seconds: float, batch: int, rate: float =
     return step
 
 
+def write(path: Path, indices: Tensor) -> None:
+    """Write lists [heads, tokens, blocks] of blocks 0 to 254, or -1, sorted, by their steps from token to token."""
+    places = indices.cpu().sort(-1).values.transpose(1, 2).contiguous().numpy().astype(np.uint8)
+    path.write_bytes(lzma.compress(np.diff(places, axis=-1, prepend=np.uint8(0)).tobytes()))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.token_lists", description=__doc__)
     parser.add_argument("--seconds", type=float, default=180.0)
     parser.add_argument("--texts", type=Path, default=Path("build/whole_models/texts.xz"))
-    parser.add_argument("--out", type=Path, default=RECORDED)
+    parser.add_argument("--out", type=Path, default=Path("sparsek_bench/suites/recorded_lists.xz"))
     parser.add_argument("--length", type=int, default=8192)
     parser.add_argument("--batch", type=int, default=2)
     parser.add_argument("--width", type=int, default=WIDTH)
@@ -138,7 +145,7 @@ def main() -> None:
         bits = torch.stack([loss_of(model, row[None]) for row in held[:8]]).mean().item() / math.log(2)
     with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
         chosen = model.chosen(held[:1, :-1].long())
-    write_recorded(given.out, chosen[0])
+    write(given.out, chosen[0])
     union = sk.TokenLists(chosen, BLOCK)
     print(f"{steps} steps, {bits:.3f} bits a byte on held-out text, {union}, {given.out}", flush=True)
 

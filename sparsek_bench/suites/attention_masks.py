@@ -144,14 +144,8 @@ def _tokens(case: Any, draw: Draw, blocks: float, noise: float) -> Maker:
     return TokenMaker(torch.stack(kept)[None], case)
 
 
-def write_recorded(path: Path, indices: Tensor) -> None:
-    """Write lists [heads, tokens, blocks] of blocks 0 to 254, or -1, sorted, by their steps from token to token."""
-    places = indices.cpu().sort(-1).values.transpose(1, 2).contiguous().numpy().astype(np.uint8)
-    path.write_bytes(lzma.compress(np.diff(places, axis=-1, prepend=np.uint8(0)).tobytes()))
-
-
 def read_recorded(path: Path, shape: tuple[int, int, int]) -> Tensor:
-    """The lists of `write_recorded`, int32."""
+    """The lists [heads, tokens, blocks] that benchmarks/token_lists wrote, int32."""
     heads, tokens, blocks = shape
     steps = np.frombuffer(lzma.decompress(path.read_bytes()), np.uint8).reshape(heads, blocks, tokens)
     places = np.cumsum(steps, -1, dtype=np.uint8).astype(np.int32).transpose(0, 2, 1)

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.token_lists.__main__ import write
 from sparsek.core.errors import InvalidInput
 from sparsek.testing.attention_budget import ExpectedAttention
 from sparsek_bench.suites import attention
@@ -18,7 +19,6 @@ from sparsek_bench.suites.attention_masks import (
     RECORDED_SHAPE,
     parse_mask,
     read_recorded,
-    write_recorded,
 )
 from tests.refusals import refused
 
@@ -90,7 +90,7 @@ def test_every_kind_of_mask_is_tried_here() -> None:
 
 def test_recorded_lists_are_read_as_they_were_written(tmp_path: Path) -> None:
     lists = torch.randint(-1, 128, (2, 300, 5), dtype=torch.int32)
-    write_recorded(tmp_path / "lists.xz", lists)
+    write(tmp_path / "lists.xz", lists)
     assert torch.equal(read_recorded(tmp_path / "lists.xz", (2, 300, 5)), lists.sort(-1).values)
 
 
