@@ -70,8 +70,7 @@ def check_calls(calls: set[Any], mesh: Any, what: str, facts: tuple[Any, ...], w
         why: What is wrong on this rank, or "".
     """
     facts = (*facts, "gradients" if torch.is_grad_enabled() else "no gradients")
-    ranks, group = mesh.size(), mesh.get_group()
-    if ranks == 1 or (mesh.device_type != "cpu" and (facts in calls or (why and calls))):
+    if (mesh.device_type != "cpu" and (facts in calls or (why and calls))) or mesh.size() == 1:
         if why:
             raise InvalidInput(why)
         return
@@ -81,7 +80,7 @@ def check_calls(calls: set[Any], mesh: Any, what: str, facts: tuple[Any, ...], w
             raise InvalidInput(why)
         return {"x": ((words := ", ".join(map(str, facts))), words)}
 
-    agreed(what, [group], check, UNLIKE)
+    agreed(what, [mesh.get_group()], check, UNLIKE)
     calls.add(facts)
 
 

@@ -11,7 +11,9 @@ ranks' parts, for those who load a state dict.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple, NoReturn, TypeAlias
+from dataclasses import dataclass, fields
+from functools import cached_property
+from typing import Any, Literal, NoReturn, TypeAlias
 
 import numpy as np
 import torch
@@ -38,7 +40,8 @@ Side: TypeAlias = Literal["rows", "columns"]
 PARTS = "parts"  # a buffer
 
 
-class Split(NamedTuple):
+@dataclass(frozen=True)
+class Split:
     """How the weight of a layer lies on a mesh.
 
     Attributes:
@@ -60,10 +63,18 @@ class Split(NamedTuple):
     def __deepcopy__(self, memo: Any) -> Split:
         return self  # process groups have no copies
 
-    @property
+    def __reduce__(self) -> Any:
+        return Split, tuple(getattr(self, each.name) for each in fields(self))  # without the group
+
+    @cached_property
     def rank(self) -> int:
         """The place of this process in the mesh."""
         return self.mesh.get_local_rank()
+
+    @cached_property
+    def group(self) -> Any:
+        """The process group, which a mesh finds by its name."""
+        return self.mesh.get_group()
 
     @property
     def is_even(self) -> bool:
@@ -90,32 +101,35 @@ class ParallelLinear(Fitted):
     def weight(self) -> Any:
         """The rows or columns of the weight that this rank multiplies, differentiable."""
         own: Any = self
-        split, pattern = own._split, own.pattern
-        self._derived("parts", own.parts, lambda: _check_parts(own, own.parts))
+        split, pattern, parts = own._split, own.pattern, own._buffers[PARTS]
+        self._derived("parts", parts, lambda: _check_parts(own, parts))
         part = None if pattern is None else _part(pattern, split, split.rank)
-        values = self._mine(own._stored, own._parameters.get("values"))
+        values = self._mine(own._stored, own._parameters.get("values"), part)
         local = None if part is None else part[0]
         scale = own._buffers.get("scale")
         if scale is not None:
             scale = self._derived("scale", scale, lambda: _scale_part(own, scale, part))
-        return own._matrix(local, values, scale, self._mine("metadata", None))
+        return own._matrix(local, values, scale, self._mine("metadata", None, None))
 
-    def _mine(self, name: str, learns: Any) -> Any:
-        """The tensor of this rank, without what pads it."""
+    def _mine(self, name: str, learns: Any, part: Any) -> Any:
+        """The tensor of this rank, without what pads it. `part`: that of the pattern, whose blocks it has."""
         own: Any = self
         whole: Any = own._buffers.get(name) if learns is None else learns
         if whole is None:
             return None
-        dim, _, counts = _shares(own, name)
-        count = counts[own._split.rank]
+        if part is None:
+            dim, _, counts = _shares(own, name)
+            count = counts[own._split.rank]
+        else:
+            dim, count = 0, part[0].nnzb
         if learns is not None:
-            part = whole.to_local()
-            return part if part.shape[dim] == count else part.narrow(dim, 0, count).contiguous()
+            local = whole.to_local()
+            return local if local.shape[dim] == count else local.narrow(dim, 0, count).contiguous()
         # The same in every call, because a 2:4 weight has its plans by its metadata.
-        part = whole._local_tensor
-        if part.shape[dim] == count:
-            return part
-        return self._derived(name, part, lambda: part.narrow(dim, 0, count).contiguous())
+        local = whole._local_tensor
+        if local.shape[dim] == count:
+            return local
+        return self._derived(name, local, lambda: local.narrow(dim, 0, count).contiguous())
 
     def _derived(self, name: str, of: Tensor, make: Any) -> Tensor:
         """A tensor derived from a buffer, until that is another or was written to: not counted in inference mode."""
@@ -158,7 +172,7 @@ class ParallelLinear(Fitted):
         y = linear(x, self.weight)
         assert split.outputs is not None
         sizes = (*y.shape,)
-        y = summed(y, split._replace(local=True))
+        y = summed(y, split, local=True)
         if bias is not None:
             y = y + _replicated(bias, split, y)
         return _finished(y, split, act or "", residual, sizes)
@@ -497,36 +511,49 @@ class Added(torch.autograd.Function):
     def forward(ctx: Any, y: Tensor, group: Any) -> Tensor:
         ctx.mark_dirty(y)
         ctx.group = group
-        try:
-            dist.all_reduce(y, group=group)
-        except RuntimeError as error:
-            if type(error) is not RuntimeError and not isinstance(error, dist.DistError):
-                raise
-            what = f"the exchange of {[*y.shape]}, {Partial()} to {Replicate()},"
-            raise failed(what, group, error) from error
-        return y
+        return _all_reduced(y, group)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return copied(grad, ctx.group), None
 
 
-@torch._disable_dynamo
+def _all_reduced(y: Tensor, group: Any) -> Tensor:
+    try:
+        dist.all_reduce(y, group=group)
+    except RuntimeError as error:
+        if type(error) is not RuntimeError and not isinstance(error, dist.DistError):
+            raise
+        what = f"the exchange of {[*y.shape]}, {Partial()} to {Replicate()},"
+        raise failed(what, group, error) from error
+    return y
+
+
 def copied(x: Tensor, group: Any) -> Any:
     """x, whose gradients on the ranks are added up."""
-    return Copied.apply(x, group)
+    if torch.compiler.is_dynamo_compiling():
+        return _untraced(Copied.apply, x, group)
+    return Copied.apply(x, group) if x.requires_grad and torch.is_grad_enabled() else x
+
+
+def added(y: Tensor, group: Any) -> Any:
+    """The sum of the ranks' y, perhaps in the memory of y. MeshError if the collective fails."""
+    if torch.compiler.is_dynamo_compiling():
+        return _untraced(added, y, group)
+    y, learns = y.contiguous(), y.requires_grad and torch.is_grad_enabled()
+    return (Added.apply if learns else _all_reduced)(y, group)
 
 
 @torch._disable_dynamo
-def added(y: Tensor, group: Any) -> Any:
-    """The sum of the ranks' y, perhaps in the memory of y. MeshError if the collective fails."""
-    return Added.apply(y.contiguous(), group)
+def _untraced(call: Any, *given: Any) -> Any:
+    """`call(*given)`, which communicates between two graphs."""
+    return call(*given)
 
 
 def everywhere(x: Any, split: Split) -> Tensor:
     """The whole x. Each rank has a part of its gradients."""
     if not is_split(x) and split.inputs == Replicate():  # without the host's time of DTensors
-        return copied(x, split.mesh.get_group())
+        return copied(x, split.group)
     return moved(laid_out(x, split), Replicate()).to_local(grad_placements=[Partial()])
 
 
@@ -567,12 +594,13 @@ def wrapped(x: Tensor, mesh: DeviceMesh, layouts: Sequence[Placement], sizes: Se
     return DTensor.from_local(x, mesh, layouts, run_check=False, shape=torch.Size(sizes), stride=stride)
 
 
-def summed(y: Tensor, split: Split) -> Any:
-    """The sum of the ranks' y in the output layout, perhaps in the memory of y."""
-    if split.local and split.outputs == Replicate():
-        return added(y, split.mesh.get_group())
+def summed(y: Tensor, split: Split, local: bool = False) -> Any:
+    """The sum of the ranks' y in the output layout, perhaps in the memory of y. A plain tensor if `local`."""
+    local = local or split.local
+    if local and split.outputs == Replicate():
+        return added(y, split.group)
     whole = moved(DTensor.from_local(y, split.mesh, [Partial()], run_check=False), split.outputs)
-    return whole.to_local() if split.local else whole
+    return whole.to_local() if local else whole
 
 
 def _replicated(bias: Any, split: Split, y: Tensor) -> Tensor:
