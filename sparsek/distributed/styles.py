@@ -10,7 +10,7 @@ import numpy as np
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Placement, Replicate, Shard
+from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from sparsek.core import arguments
@@ -57,6 +57,7 @@ class ColwiseSparse(ParallelStyle):
 
     side: Side = "rows"
     layouts: tuple[Placement, Placement] = (Replicate(), Shard(-1))
+    leaves_parts = False  # whether y may be the ranks' parts of a sum
 
     def __init__(
         self,
@@ -68,7 +69,7 @@ class ColwiseSparse(ParallelStyle):
     ) -> None:
         super().__init__()
         self.input_layouts = _layout("input_layouts", input_layouts, self.layouts[0])
-        self.output_layouts = _layout("output_layouts", output_layouts, self.layouts[1])
+        self.output_layouts = _layout("output_layouts", output_layouts, self.layouts[1], self.leaves_parts)
         self.use_local_output = arguments.flag("use_local_output", use_local_output)
         self.split = _wanted(split)
 
@@ -131,7 +132,8 @@ class GatedSparse(ColwiseSparse):
 
     Args:
         input_layouts: The layout of an x that is no DTensor: Replicate by default; Shard(1) for sequence parallel.
-        output_layouts: That of y: Replicate by default; Shard(1) for sequence parallel.
+        output_layouts: That of y: Replicate by default; Shard(1) for sequence parallel. With Partial each rank returns
+            its part, for the caller to add up, for example while other tokens are computed; down has no bias.
         use_local_output: Whether y is a plain tensor, and no DTensor.
         split: As in `ColwiseSparse`; "balanced" balances the stored blocks of all three.
 
@@ -140,6 +142,7 @@ class GatedSparse(ColwiseSparse):
     """
 
     layouts = (Replicate(), Replicate())
+    leaves_parts = True
 
     def __init__(
         self,
@@ -168,6 +171,10 @@ class GatedSparse(ColwiseSparse):
             middle = Split(device_mesh, "rows", sizes, None, None, True)
             last = Split(device_mesh, "columns", sizes, None, self.output_layouts, self.use_local_output)
             _check_layouts(last)
+            if isinstance(last.outputs, Partial) and down.bias is not None:
+                raise InvalidInput(
+                    "GatedSparse: parts of y with a bias of down would add it once for each rank"
+                )
             return [(gate, middle), (up, middle), (down, last)]
 
         _split_all(plan, device_mesh, self.src_data_rank, repr(self))
@@ -253,11 +260,12 @@ def _gated_form(module: Any) -> GatedForward:
     return form
 
 
-def _layout(name: str, given: Any, default: Placement) -> Placement:
+def _layout(name: str, given: Any, default: Placement, parts: bool = False) -> Placement:
     found = default if given is None else given
-    if not isinstance(found, (Replicate, Shard)):
+    if not (isinstance(found, (Replicate, Shard)) or (parts and found == Partial())):
+        kinds = "Replicate(), Partial()" if parts else "Replicate()"
         raise InvalidInput(
-            f"{name} is {arguments.shown(given)}; it must be Replicate() or Shard(dim) of torch.distributed.tensor"
+            f"{name} is {arguments.shown(given)}; it must be {kinds} or Shard(dim) of torch.distributed.tensor"
         )
     return found
 

@@ -597,6 +597,8 @@ def wrapped(x: Tensor, mesh: DeviceMesh, layouts: Sequence[Placement], sizes: Se
 def summed(y: Tensor, split: Split, local: bool = False) -> Any:
     """The sum of the ranks' y in the output layout, perhaps in the memory of y. A plain tensor if `local`."""
     local = local or split.local
+    if local and isinstance(split.outputs, Partial):
+        return y
     if local and split.outputs == Replicate():
         return added(y, split.group)
     whole = moved(DTensor.from_local(y, split.mesh, [Partial()], run_check=False), split.outputs)

@@ -42,14 +42,20 @@ class Attention(nn.Module):
         self.k, self.v = (nn.Linear(sizes.width, kv_width, bias=False) for _ in range(2))
 
     def forward(self, x: Tensor, turn: tuple[Tensor, Tensor], kept: KeyCache | None) -> Tensor:
-        q, k, v = (each(x).unflatten(-1, (-1, self.dim)).transpose(1, 2) for each in (self.q, self.k, self.v))
+        return self.o(self.attended(self.q(x), self.k(x), self.v(x), turn, kept))
+
+    def attended(
+        self, q: Tensor, k: Tensor, v: Tensor, turn: tuple[Tensor, Tensor], kept: KeyCache | None
+    ) -> Tensor:
+        """What the heads make of projected tokens, [sequences, tokens, heads * dim]."""
+        q, k, v = (x.unflatten(-1, (-1, self.dim)).transpose(1, 2) for x in (q, k, v))
         q, k = (turned(each, *turn) for each in (q, k))
         if kept is not None:
             kept.k[:, :, -1:].copy_(k)
             kept.v[:, :, -1:].copy_(v)
             k, v = kept
         out = functional.scaled_dot_product_attention(q, k, v, is_causal=kept is None, enable_gqa=True)
-        return self.o(out.transpose(1, 2).flatten(2))
+        return out.transpose(1, 2).flatten(2)
 
 
 def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

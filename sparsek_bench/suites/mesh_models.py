@@ -6,12 +6,14 @@ import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar
+from time import perf_counter
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Partial
 from torch.distributed.tensor.parallel import parallelize_module
 
 import sparsek as sk
@@ -24,13 +26,14 @@ from sparsek_bench.engine import options
 from sparsek_bench.engine.bench import Column, Table
 from sparsek_bench.engine.case import Bar
 from sparsek_bench.engine.ranks import ranks_of, together
-from sparsek_bench.engine.run import Outcome, PeerResult, beside, passed, record_of
+from sparsek_bench.engine.run import Outcome, PeerResult, beside, captured, passed, record_of
 from sparsek_bench.engine.sensors import Sensors
 from sparsek_bench.engine.sources import executed_by
 from sparsek_bench.engine.tables import CASE, MS, faster_than, target
 from sparsek_bench.engine.timed_call import Timed
 from sparsek_bench.suites.llama import KeyCache, Llama, Sizes, llama, near
 from sparsek_bench.suites.mesh_ranks import ONE, Tell, rounds_of
+from sparsek_bench.suites.mlp import MODES
 from sparsek_bench.suites.models import ModelCase, loss_of
 
 MODULE = "distributed.styles"
@@ -42,12 +45,15 @@ class MeshModelCase(ModelCase):
     """A model of Llama's shapes with sparse MLPs, split over `ranks` GPUs: MLPs by GatedSparse, attention by heads.
 
     "prefill" and "train" as of `ModelCase`, in wall time until all ranks are done. Embedding, norms and head are on
-    every rank.
+    every rank. In mode "graph" a call is a CUDA graph, of one GPU too, and a prefill over ranks adds up one half of the
+    tokens while the other is computed; on a CPU it is eager. `host_ms`, `one_host_ms`: milliseconds until a call over
+    ranks, and on one GPU, has queued its work.
     """
 
     op: ClassVar[str] = "mesh_model"
-    extra: ClassVar[tuple[str, ...]] = ()
+    extra: ClassVar[tuple[str, ...]] = ("host_ms", "one_host_ms")
 
+    mode: str = options.choice("How it is run", (*MODES, "graph"), usual="eager")
     ranks: int = options.size("Ranks", "2", usual=2)
 
     def check(self) -> None:
@@ -82,6 +88,7 @@ class MeshModelCase(ModelCase):
         gate = passed(self, MODULE, found["gate"])
         times, alone = (Times.of(found["samples"][name]) for name in ("mesh", ONE))
         more = beside(1 / times.median, {ONE: PeerResult(alone, 1 / alone.median, {})}, rated=False)
+        more |= {name: round(found[name], 6) for name in self.extra}
         record = record_of(
             self, Timed(MODULE), times, gate, device, Sensors(device), **more, ran=found["ran"]
         )
@@ -104,6 +111,47 @@ class SplitAttention(nn.Module):
         return added(self.whole(copied(x, self.group), turn, kept), self.group)
 
 
+class Pending(NamedTuple):
+    """Tokens x to which y is added once the ranks' parts of y have been: by `work`."""
+
+    x: Tensor
+    y: Tensor
+    work: Any
+
+    @classmethod
+    def of(cls, x: Tensor, y: Tensor, group: Any) -> Pending:
+        return cls(x, y, dist.all_reduce(y, group=group, async_op=True))
+
+    def ready(self) -> Tensor:
+        self.work.wait()
+        return self.x + self.y
+
+
+class HalvesBlock(nn.Module):
+    """A block of inference over ranks, of two halves of the tokens: what one needs of all ranks is added up while the
+    other is computed. Between blocks halves are pending.
+    """
+
+    def __init__(self, block: Any, group: Any, last: bool) -> None:
+        super().__init__()
+        self.block, self.group, self.last = block, group, last
+
+    def forward(self, given: Any, turn: tuple[Tensor, Tensor], kept: KeyCache | None) -> Any:
+        block: Any = self.block
+        attention, rows, projected = block.attention.whole, [], []
+        for each in given.chunk(2, 1) if isinstance(given, Tensor) else given:
+            rows.append(each if isinstance(each, Tensor) else each.ready())
+            x = block.before(rows[-1])
+            projected.append([layer(x) for layer in (attention.q, attention.k, attention.v)])
+        whole = (torch.cat(each, 1) for each in zip(*projected, strict=True))
+        parts = attention.attended(*whole, turn, kept).split([x.shape[1] for x in rows], 1)
+        pending = [Pending.of(x, attention.o(y), self.group) for x, y in zip(rows, parts, strict=True)]
+        for at, each in enumerate(pending):
+            x = each.ready()
+            pending[at] = Pending.of(x, block.mlp(block.between(x)), self.group)
+        return torch.cat([each.ready() for each in pending], 1) if self.last else pending
+
+
 def sparse_model(case: MeshModelCase, device: torch.device) -> Llama:
     """The same on every rank."""
     sizes = case.layers, case.width, case.hidden, case.heads, case.kv_heads, case.vocabulary
@@ -112,23 +160,27 @@ def sparse_model(case: MeshModelCase, device: torch.device) -> Llama:
     return model
 
 
-def split_model(model: Llama, device: torch.device) -> Llama:
-    """The same model with this rank's part of it."""
+def split_model(model: Llama, device: torch.device, halves: bool = False) -> Llama:
+    """The same model with this rank's part of it. `halves`: of inference, by `HalvesBlock`."""
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     blocks: Any = model.blocks
-    for block in blocks:
-        parallelize_module(block, mesh, {"mlp": sk.distributed.GatedSparse()})
-        block.attention = SplitAttention(block.attention, mesh.get_group())
+    group = mesh.get_group()
+    for at, block in enumerate([*blocks]):
+        style = sk.distributed.GatedSparse(output_layouts=Partial() if halves else None)
+        parallelize_module(block, mesh, {"mlp": style})
+        block.attention = SplitAttention(block.attention, group)
+        if halves:
+            blocks[at] = HalvesBlock(block, group, at == len(blocks) - 1)
     return model
 
 
-def training_step(model: nn.Module, loss: Callable[[], Tensor]) -> Callable[[], None]:
-    """A step of fused AdamW, with groups for Parameters that are split and for others."""
+def training_step(model: nn.Module, loss: Callable[[], Tensor], graph: bool) -> Callable[[], None]:
+    """A step of fused AdamW, with groups for Parameters that are split and for others. `graph`: one can have it."""
     split: dict[bool, list[Any]] = {True: [], False: []}
     for each in model.parameters():
         split[hasattr(each, "to_local")].append(each)
     groups = [{"params": each} for each in split.values() if each]
-    optimizer = torch.optim.AdamW(groups, lr=1e-6, fused=True)
+    optimizer = torch.optim.AdamW(groups, lr=1e-6, fused=True, capturable=graph)
 
     def step() -> None:
         loss().backward()
@@ -141,8 +193,29 @@ def training_step(model: nn.Module, loss: Callable[[], Tensor]) -> Callable[[], 
 def call_of(case: MeshModelCase, model: Llama, ids: Tensor) -> Callable[[], Any]:
     """What is timed."""
     if case.work == "train":
-        return training_step(model, lambda: loss_of(model(ids), ids))
+        return training_step(model, lambda: loss_of(model(ids), ids), ids.is_cuda and case.mode == "graph")
     return torch.no_grad()(partial(model, ids, None, True))
+
+
+def graph_of(call: Callable[[], Any], device: torch.device, wanted: Tensor | None) -> Callable[[], Any]:
+    """A replay of a call in one CUDA graph. RuntimeError unless it computes what was `wanted`."""
+    replay, (found,) = captured([call], device)
+    replay()
+    if wanted is not None and not near(found, wanted, wanted).passed:
+        raise RuntimeError("a CUDA graph of the model has another result than its calls")
+    return replay
+
+
+def queued(call: Callable[[], Any], device: torch.device) -> float:
+    """Milliseconds until a call has queued its work, the least of three."""
+    found = []
+    for _ in range(3):
+        wait(device)
+        begin = perf_counter()
+        call()
+        found.append((perf_counter() - begin) * 1e3)
+    wait(device)
+    return min(found)
 
 
 def model_rows(tell: Tell, device: torch.device, case: MeshModelCase, rounds: int) -> dict[str, Any]:
@@ -150,7 +223,7 @@ def model_rows(tell: Tell, device: torch.device, case: MeshModelCase, rounds: in
     rank, ids = dist.get_rank(), case.drawn_ids(device)
     tell("models")
     whole = sparse_model(case, device)
-    split = split_model(copy.deepcopy(whole), device)
+    split = split_model(copy.deepcopy(whole), device, case.mode == "graph" and case.work == "prefill")
     compute = partial(case.gradient if case.work == "train" else case.result, ids=ids)
     tell("gate")
     found, gate = compute(split), None
@@ -161,6 +234,7 @@ def model_rows(tell: Tell, device: torch.device, case: MeshModelCase, rounds: in
         exact = compute(same.to(torch.float64 if rough.dtype == torch.float32 else torch.float32))
         gate = near(found, rough, exact)
         del same, rough, exact
+    wanted = found if case.work == "prefill" else None
     del found
     together()
     if case.mode == "compiled":
@@ -170,7 +244,12 @@ def model_rows(tell: Tell, device: torch.device, case: MeshModelCase, rounds: in
     calls = {"mesh": call_of(case, split, ids), ONE: call_of(case, whole, ids) if rank == 0 else lambda: None}
     if rank:
         del whole
+    if case.mode == "graph" and device.type == "cuda":
+        tell("graphs")
+        calls["mesh"] = graph_of(calls["mesh"], device, wanted)
+        calls[ONE] = graph_of(calls[ONE], device, None) if rank == 0 else calls[ONE]
     samples = rounds_of(tell, calls, device, rounds)
+    host_ms, one_host_ms = (queued(calls[name], device) for name in ("mesh", ONE))
     ran: list[str] = []
     if rank == 0:
         ran.extend(executed_by(calls["mesh"]))
@@ -178,7 +257,8 @@ def model_rows(tell: Tell, device: torch.device, case: MeshModelCase, rounds: in
         calls["mesh"]()
     wait(device)
     together()
-    return {"gate": gate, "samples": samples, "ran": ran}
+    found = {"gate": gate, "samples": samples, "ran": ran}
+    return found | {"host_ms": host_ms, "one_host_ms": one_host_ms}
 
 
 MODELS: dict[Any, Any] = {
@@ -186,16 +266,28 @@ MODELS: dict[Any, Any] = {
     MeshModelCase("train"): (Bar(ONE, 1.65, 1.9),),
     MeshModelCase("prefill", mode="compiled"): (Bar(ONE, 1.7, 1.9),),
     MeshModelCase("train", mode="compiled"): (Bar(ONE, 1.65, 1.9),),
+    MeshModelCase("prefill", mode="graph"): (Bar(ONE, 1.7, 1.9),),
+    MeshModelCase("train", mode="graph"): (Bar(ONE, 1.65, 1.9),),
 }
 MODEL_TABLE = Table(
     op="mesh_model",
     title="models over a mesh, tensor parallel",
     headings={ONE: "one GPU"},
     dense=(ONE,),
-    columns=(CASE, MS, Column("over one GPU", faster_than(ONE)), target(MODELS, "")),
+    columns=(
+        CASE,
+        MS,
+        Column("over one GPU", faster_than(ONE)),
+        Column(
+            "of the host, one GPU's", lambda record: f"{record['host_ms']:.3g}, {record['one_host_ms']:.3g}"
+        ),
+        target(MODELS, ""),
+    ),
     note=(
         "Wall time until all ranks are done, over the same model with sparse MLPs on one GPU, in the same rounds. MLPs "
-        "are split by `GatedSparse`, attention by heads; embedding, norms and head are on every rank."
+        "are split by `GatedSparse`, attention by heads; embedding, norms and head are on every rank. Of the host: "
+        "milliseconds until a call has queued its work; where they are the time, the GPUs wait. In a CUDA graph a "
+        "prefill over ranks adds up a half of the tokens while the other is computed."
     ),
     usual=("8 layers of 4096 and 14336", "block 128 25 % bf16", "2 ranks"),
     ratios=False,

@@ -21,7 +21,7 @@ from tests.bench.runs import measured
 CPU = torch.device("cpu")
 CASE = MeshCase(1, 4, 2, 512, 512, 16, 16, "causal", dtype="fp32", repeats=2)
 MODEL: dict[str, Any] = {
-    "layers": 1,
+    "layers": 2,
     "width": 64,
     "hidden": 96,
     "heads": 4,
@@ -57,9 +57,11 @@ def test_attention_is_measured_by_every_way_over_one_process() -> None:
     assert f"| {best} | 1, 1 |" in report.markdown([record], "mesh")
 
 
-@pytest.mark.parametrize("work", ["prefill", "train"])
-def test_a_model_is_split_and_held_to_the_whole_one(work: str) -> None:
-    record = record_of(MeshModelCase(work, 1, 24, **MODEL))
+@pytest.mark.parametrize(("work", "mode"), [("prefill", "eager"), ("train", "eager"), ("prefill", "graph")])
+def test_a_model_is_split_and_held_to_the_whole_one(work: str, mode: str) -> None:
+    record = record_of(MeshModelCase(work, 1, 24, mode, **MODEL))
+    assert 0 < record["host_ms"] < 1e4
+    assert 0 < record["one_host_ms"] < 1e4
     assert record["ratio"]["one"] > 0
     assert any(name.startswith("sparsek.nn.parallel_linear") for name in record["ran"])
 

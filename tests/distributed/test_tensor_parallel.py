@@ -110,6 +110,36 @@ def gated_mlps() -> None:
             check_gradients(each, split.get_submodule(name))
 
 
+@case
+def parts_of_gated_mlps_are_left_to_the_caller() -> None:
+    from torch.distributed.tensor import Partial
+
+    mesh, parts = meshes()[0], sk.distributed.GatedSparse(output_layouts=Partial())
+    draw = torch.Generator().manual_seed(4)
+    make = functools.partial(sk.nn.SparseLinear.from_dense, config="bsr", block=32, keep=0.5)
+
+    def made(bias: bool) -> Any:
+        torch.manual_seed(3)
+        mlp = MLP("bsr", bias)
+        replace.swap(mlp, {name: make(each) for name, each in mlp.named_children()})
+        return mlp
+
+    x, g = (torch.randn(8, 128, dtype=torch.float64, generator=draw, requires_grad=True) for _ in range(2))
+    whole, split = made(False), parts._apply(made(False), mesh)
+    mine = x.detach().clone().requires_grad_()
+    y, part = whole(x), split(mine)
+    total = part.detach().clone()
+    assert not torch.equal(total, y)
+    dist.all_reduce(total, group=mesh.get_group())
+    near(total, y)
+    for result in (y, part):
+        result.backward(g.detach())
+    near(mine.grad, x.grad)
+    raises("with a bias of down", lambda: parts._apply(made(True), mesh))
+    raises("must be Replicate() or", lambda: sk.distributed.GatedSparse(input_layouts=Partial()))
+    raises("must be Replicate() or", lambda: sk.distributed.RowwiseSparse(output_layouts=Partial()))
+
+
 @of_half(0)
 def beside_torchs_styles_with_an_optimizer() -> None:
     """Losses of two steps, with clipped gradients, and sharded checkpoints of model and optimizer."""
