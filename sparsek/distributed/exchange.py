@@ -19,6 +19,8 @@ from sparsek.core.errors import InvalidInput
 from sparsek.core.handshake import failed
 
 RUNS = 32  # copies of neighbouring rows, at most; more of them are copied by index
+# Bytes of each of several copies, at least: smaller ones take the host longer than both copies by index.
+LARGE = 1 << 20
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,9 +54,11 @@ class LocalRows:
 
     def put(self, x: Tensor, out: Tensor) -> None:
         """Copy them from x to `out`."""
-        for of, to, count in self.runs:
-            out[to : to + count].copy_(x[of : of + count])
-        if not self.runs and len(self.of):
+        large = len(self.of) * x.shape[1] * x.itemsize >= LARGE * len(self.runs)
+        if self.runs and (large or len(self.runs) <= 2):
+            for of, to, count in self.runs:
+                out.narrow(0, to, count).copy_(x.narrow(0, of, count))
+        elif len(self.of):
             out.index_copy_(0, self.to, x.index_select(0, self.of).to(out.dtype))
 
 

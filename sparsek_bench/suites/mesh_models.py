@@ -21,7 +21,7 @@ from sparsek.core.clock import Times, wait
 from sparsek.core.errors import InvalidInput
 from sparsek.models.config import BlockSparse
 from sparsek.models.sparsify import densify_, sparsify_
-from sparsek.nn.parallel_linear import added, copied
+from sparsek.nn.sums import added, copied
 from sparsek_bench.engine import options
 from sparsek_bench.engine.bench import Column, Table
 from sparsek_bench.engine.case import Bar
