@@ -464,7 +464,7 @@ OPTIONS: dict[str, tuple[Any, ...]] = {
 
 def test_every_option_of_attention_is_in_the_key_of_its_recorded_calls(monkeypatch: pytest.MonkeyPatch):
     """However the call gets there: itself, of other operands, through the op, or to its backward pass."""
-    others = {"q", "k", "v", "mask", "plan", "once", "scores"}
+    others = {"q", "k", "v", "mask", "plan", "once", "scores", "wide"}
     assert {each.name for each in fields(Attended)} - others | {*Scores._fields} == OPTIONS.keys()
     keys: list[Any] = []
     ran: list[Attended] = []
