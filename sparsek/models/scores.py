@@ -135,7 +135,7 @@ def inverse(h: Tensor) -> Tensor:
     # On a GPU that takes the matrices one by one.
     eye = torch.eye(h.shape[-1], dtype=h.dtype, device=h.device)
     own = torch.linalg.solve_triangular(lower, eye, upper=False)
-    return own.mT @ own
+    return torch.linalg.solve_triangular(lower.mT, own, upper=True)  # no product: it might be one of TF32
 
 
 def padded(h: Tensor, side: int) -> Tensor:
