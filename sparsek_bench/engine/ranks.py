@@ -168,7 +168,7 @@ def _begun(rank: int, count: int, kind: str, folder: str) -> torch.device:
         world_size=count,
         timeout=timedelta(seconds=GROUP_SECONDS),
     )
-    probe: Tensor = torch.ones(1, device=device)
+    probe: Tensor = torch.ones(1, dtype=torch.float32, device=device)
     dist.all_reduce(probe)
     assert int(probe) == count
     together()

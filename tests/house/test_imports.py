@@ -202,16 +202,24 @@ except SystemExit:
 def test_the_help_of_the_program_takes_no_torch_and_less_than_a_second(
     tmp_path: Path, words: list[str], named: Iterable[str]
 ) -> None:
-    code, quickest = HELP.format(words=[*words, "--help"]), float("inf")
-    for _ in range(3):
+    code, help_took, libraries_took, limit = HELP.format(words=[*words, "--help"]), [], [], 1.0
+
+    def seconds(code: str) -> tuple[float, list[str]]:
         began = time.perf_counter()
         lines = python(code, cwd=tmp_path, env=HERE).splitlines()
-        quickest = min(quickest, time.perf_counter() - began)
+        return time.perf_counter() - began, lines
+
+    for _ in range(4):
+        took, lines = seconds(code)
+        help_took.append(took)
         assert lines[-1] == "False"
         assert all(any(name in line for line in lines) for name in named)
-        if quickest < 1.0:
+        if took < limit:
             break
-    assert quickest < 1.0
+        # On a slow or busy machine: four times what the libraries that print it take.
+        libraries_took.append(seconds("import typer, rich.markdown")[0])
+        limit = max(1.0, 4 * min(libraries_took))
+    assert min(help_took) < limit
 
 
 def test_the_help_of_the_program_says_what_each_command_says_of_itself() -> None:

@@ -43,7 +43,7 @@ def test_the_wheel_holds_every_source_file_and_no_test(wheel: Path) -> None:
         str(path.relative_to(ROOT))
         for name in PACKAGES
         for path in (ROOT / name).rglob("*")
-        if path.is_file() and path.suffix in (".py", ".cu", ".json", ".typed", ".zip")
+        if path.is_file() and path.suffix in (".py", ".cu", ".json", ".typed", ".xz", ".zip")
     }
     assert held == sources
 
