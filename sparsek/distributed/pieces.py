@@ -92,12 +92,17 @@ def _keys_of(
 ) -> Piece:
     """The keys of a piece, bool [ranks, groups, blocks]. `ends`: whether windows and sinks are among them."""
     mask, rank, parts = plan.mask, plan._here, plan._parts
+    places = needs
+    if exact and mask.members is not None and mask.block[1] == 64:
+        # Kernels take these blocks in pairs: one that is not needed has a place beside one that is.
+        pairs = np.pad(needs, ((0, 0), (0, 0), (0, needs.shape[2] % 2))).reshape(*needs.shape[:2], -1, 2)
+        places = np.repeat(pairs.any(3), 2, axis=2)[:, :, : needs.shape[2]]
     exchange, length = _gathered(
-        plan, needs, parts.keys, mask.block[1], (batch, kv_heads), device, "keys and values"
+        plan, needs, parts.keys, mask.block[1], (batch, kv_heads), device, "keys and values", places
     )
     rows = mask.batch * mask.heads
     share = rows // needs.shape[1]  # heads of the mask that read one head of k
-    kept = [np.flatnonzero(needs[rank, row // share]) for row in range(rows)]
+    kept = [np.flatnonzero(places[rank, row // share]) for row in range(rows)]
     tiles = [parts.queries.parts(rank, mask.block[0])] * rows
     q_len = int(parts.queries.tokens[rank])
     return Piece(exchange, submask(mask, tiles, kept, q_len, length, device, exact, ends=ends), length)
@@ -153,22 +158,25 @@ def _gathered(
     heads: tuple[int, int],
     device: torch.device,
     what: str,
+    places: np.ndarray | None = None,
 ) -> tuple[Exchange, int]:
     """How blocks of `side` tokens come to the ranks that need them, bool [ranks, groups, blocks].
 
     Tensors have heads [batch, heads]; each of them has the blocks of its group, in ascending order and filled up with
-    zeros to the length that is returned.
+    zeros to the length that is returned. `places`: those that it has a place for, which is zeros where nothing comes;
+    the ones it needs without.
     """
+    places = needs if places is None else places
     rank, (ranks, groups, count), batch = plan._here, needs.shape, plan.mask.batch
     owner = deal.owners(side)
-    own, length = int(deal.tokens[rank]), int(needs[rank].sum(1).max(initial=0)) * side
+    own, length = int(deal.tokens[rank]), int(places[rank].sum(1).max(initial=0)) * side
     tokens = np.minimum(np.arange(1, count + 1) * side, deal.length) - np.arange(count) * side
     mine = owner == rank
     first = np.where(mine, np.cumsum(mine) - 1, 0) * side  # of a block of this rank, in its shard
     at = np.arange(heads[0] * heads[1])
     item, head = at // heads[1] if batch > 1 else 0, at % heads[1]
     group = item * (groups // batch) + head * (groups // batch) // heads[1]
-    column = np.cumsum(needs[rank], 1) - 1  # of each kept block
+    column = np.cumsum(places[rank], 1) - 1  # of each kept block
     send, place = [], []
     for other in range(ranks):
         out, to = [np.empty(0, np.int64)], [np.empty(0, np.int64)]

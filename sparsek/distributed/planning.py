@@ -53,7 +53,7 @@ def plan(
             is taken. One up to 1.05 is taken where that saves a quarter of the predicted time.
         owner: The rank of each token, an int tensor [length], for tokens that are distributed already; a rank has them
             in order. By "gather" whole units of 64 or 128 tokens, the larger side of the mask's blocks, are on one
-            rank. Not with "both".
+            rank, of 128 for `TokenLists`. Not with "both".
 
     Raises:
         InvalidInput: For other masks and meshes, and on every rank if masks differ between ranks.
@@ -131,7 +131,7 @@ def _of_one(
     tolerance: float,
     owner: Any = None,
 ) -> MeshPlan:
-    unit = max(mask.block)
+    unit = max(mask.block) if mask.members is None else 128  # kernels take key blocks of 64 in pairs
     if owner is not None:
         queries = _given_deal(owner, mask.q_len, unit, ranks, how)
     elif how == "gather":

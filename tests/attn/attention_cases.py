@@ -288,8 +288,8 @@ SPARSE_MEMBER_CASES: tuple[AttentionCase, ...] = (
 SHARED_ROWS = {"prefix": ((0, 0), (2, 4)), "shifted": ((0, 1), (3, 3)), "one list": ((0, 0), (4, 4))}
 
 
-def shared_rows(case: str, device: str = "cpu") -> BlockMask:
-    """A mask by members of 64 queries, 32 a tile, and 512 keys."""
+def shared_rows(case: str, device: str = "cpu", side: int = 128) -> BlockMask:
+    """A mask by members of 64 queries, 32 a tile, and four blocks of keys."""
 
     def numbers(*values: int) -> Tensor:
         return torch.tensor(values, dtype=torch.int32, device=device)
@@ -298,7 +298,7 @@ def shared_rows(case: str, device: str = "cpu") -> BlockMask:
     bits = torch.randint(-(2**31), 2**31, (4,), generator=torch.Generator().manual_seed(3))
     none = numbers(0, 0)
     return BlockMask(
-        q_len=64, kv_len=512, block=(32, 128), batch=1, heads=1, full=BlockLists(none, none, numbers()),
+        q_len=64, kv_len=4 * side, block=(32, side), batch=1, heads=1, full=BlockLists(none, none, numbers()),
         partial=BlockLists(numbers(*starts), numbers(*counts), numbers(0, 1, 2, 3)), lo=numbers(*[0] * 64)[None],
-        hi=numbers(*[512] * 64)[None], rules=bits.int().to(device), members=Members(),
+        hi=numbers(*[4 * side] * 64)[None], rules=bits.int().to(device), members=Members(),
     )  # fmt: skip

@@ -116,7 +116,17 @@ def _bits(a: Tensor, b: Tensor, device: str) -> None:
         torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-12)
 
 
+def lists_of_tokens(n: int, device: str) -> sk.BlockMask:
+    """Of blocks of 64 keys, which a kernel takes in pairs."""
+    q, k = (torch.empty(1, heads, n, 8, device=device) for heads in (8 if device == "cuda" else 4, 2))
+    draw = torch.Generator().manual_seed(0)
+    chosen = torch.randint(-1, n // 64, (1, 2, n, 3), generator=draw, dtype=torch.int32)
+    chosen[:, :, : n // 2] //= 8  # so that ranks see blocks whose neighbour they do not
+    return sk.TokenLists(chosen.to(device), 64).mask_for(q, k)
+
+
 MANY: dict[str, Any] = {
+    "lists of tokens": lists_of_tokens,
     "causal": sk.BlockMask.causal,
     "window": lambda n, **at: sk.BlockMask.sliding_window(n, n // 5, sinks=3, **at),
     "documents": lambda n, **at: sk.BlockMask.block_diagonal([n // 3, 31, n - n // 3 - 31], **at),

@@ -45,7 +45,8 @@ class AttentionProblem(Heads):
     `block` is (bq, bk) of the mask. `mask_batch` is 1 or batch; `mask_heads` is 1, kv_heads or q_heads. `stored` and
     `partial` count blocks over all rows of the mask, `longest` those of its longest row: upper bounds unless `exact`.
     `by_interval` and `by_bits`: the rules that its partial blocks may have. `members`: the rows of a token, 0 unless
-    partial blocks are by members; `member_ends`: queries see keys at the ends of their intervals without a bit.
+    partial blocks are by members; `member_ends`: queries see keys at the ends of their intervals without a bit;
+    `paired`: the two halves of a block have bits of their own.
     `unit_stride`: the last dims of q, k and v are contiguous. `aligned`: moreover their pointers and all other strides
     are multiples of 16 bytes. `lse`: the logarithms of the rows' sums are returned. `softcap`, `alibi`: scores are
     capped, or biased by ALiBi slopes.
@@ -75,6 +76,7 @@ class AttentionProblem(Heads):
     by_bits: bool = False
     members: int = 0
     member_ends: bool = False
+    paired: bool = False
     aligned: bool = True
     unit_stride: bool = True
     lse: bool = False

@@ -43,6 +43,14 @@ def word_at(T: gl.constexpr, visits, first, i, end, rules):
 
 
 @gluon.jit
+def own_bits(T: gl.constexpr, HALF: gl.constexpr, word):
+    """The bits of a half of a pair of key blocks, which come first."""
+    if T.paired:
+        word = word >> (HALF * (T.block[0] // T.members))
+    return word
+
+
+@gluon.jit
 def of_members(T: gl.constexpr, start, word, visits, first, i, rules):
     """What S of step i starts from, [queries]: -inf where a query's bit is 0. `word`: the only one."""
     query = i % T.subs * T.queries + gl.arange(0, T.queries, start.type.layout)

@@ -12,7 +12,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from sparsek.attn.kernels.backward.bwd_dq import exchanged, keep_part, stage_dq, start_dq
-from sparsek.attn.kernels.backward.bwd_records import of_members, step_at, tile_at, word_at
+from sparsek.attn.kernels.backward.bwd_records import of_members, own_bits, step_at, tile_at, word_at
 from sparsek.attn.kernels.forward.rules import by_step
 from sparsek.attn.kernels.forward.softmax import capped, distances
 from sparsek.engine.launch.gluon import opaque, reinterpret, tma_store, tma_store_wait
@@ -49,7 +49,7 @@ def step(
     less = rows_s.index(NUMBERS * slot).reshape((64,)).load(COL)
     if T.members > 0 and not T.member_ends:
         if partial:
-            less = of_members(T, less, word, visits, first, i, rules)
+            less = of_members(T, less, own_bits(T, HALF, word), visits, first, i, rules)
         word = word_at(T, visits, first, i + 3 - T.halves, masked, rules)
     less = gl.expand_dims(less, 0)
     zero = gl.zeros((64, 64), gl.float32, S_LAYOUT)
@@ -128,6 +128,35 @@ def step(
 
 
 @gluon.jit
+def pass_over(
+    T: gl.constexpr, WG: gl.constexpr, side, DTYPE: gl.constexpr, at, masked, visits, first, i, rules, k_s, ds_s, dq_s,
+    ring_bars, dq_bars,
+):  # fmt: skip
+    """As `step` where no query sees a key of this half: dS is 0. The word of the next step is returned."""
+    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+    q_full, do_full, ring_empty = ring_bars
+    ds_full, ds_empty, dq_full, dq_empty = dq_bars
+    bar = at % T.barriers
+    phase = at // T.barriers & 1
+    word = word_at(T, visits, first, i + 1, masked, rules)
+    if side == WG:
+        # Until the other warpgroup has read the dS of two steps ago. Where this one reads it, it has.
+        mbarrier.wait(ds_empty.index(side), (at // 2 & 1) ^ 1)
+    ds_s.index(side).slice(WG * 64, 64).store(gl.zeros((64, 64), DTYPE, S_LAYOUT))
+    fence_async_shared()
+    mbarrier.arrive(ds_full.index(side), count=1)
+    # A slot is freed in its own phase: nobody runs ahead of loads that he does not read.
+    mbarrier.wait(q_full.index(bar), phase)
+    mbarrier.wait(do_full.index(bar), phase)
+    mbarrier.arrive(ring_empty.index(bar), count=1)
+    if (side == WG) & (i > 0):
+        pair = (at - 1) // 2
+        dq = start_dq(T, 1 - WG, 1 - WG, pair & 1, k_s, ds_s, dq_bars)
+        stage_dq(T, 1 - WG, 1 - WG, pair, warpgroup_mma_wait(0, deps=(dq,)), dq_s, dq_bars)
+    return word
+
+
+@gluon.jit
 def differentiate(
     T: gl.constexpr, WG: gl.constexpr, dk_desc, dv_desc, tiles, starts, visits, lists, changes, scale, factor,
     part_sums, k_s, v_s, q_s, do_s, rows_s, ds_s, dq_s, spare_s, bars,
@@ -158,11 +187,17 @@ def differentiate(
         for i in range(0, 2 * pairs, UNROLLED):
             for side in gl.static_range(UNROLLED):
                 if T.halves == 2 or side == WG:
-                    dk, dv, word = step(
-                        T, WG, at & 1 if T.halves == 2 else side, DTYPE, dk, dv, word, at + side, i < 2 * masked,
-                        2 * masked, visits, first, i + side, key, scale, lists, of_tile, k_s, v_s, q_s, do_s, rows_s,
-                        ds_s, dq_s, ring_bars, dq_bars,
-                    )  # fmt: skip
+                    if T.paired and own_bits(T, WG, word) & ((1 << T.block[0] // T.members) - 1) == 0:
+                        word = pass_over(
+                            T, WG, at & 1, DTYPE, at, 2 * masked, visits, first, i, lists[0], k_s, ds_s, dq_s,
+                            ring_bars, dq_bars,
+                        )  # fmt: skip
+                    else:
+                        dk, dv, word = step(
+                            T, WG, at & 1 if T.halves == 2 else side, DTYPE, dk, dv, word, at + side, i < 2 * masked,
+                            2 * masked, visits, first, i + side, key, scale, lists, of_tile, k_s, v_s, q_s, do_s,
+                            rows_s, ds_s, dq_s, ring_bars, dq_bars,
+                        )  # fmt: skip
             at += UNROLLED
         if T.halves == 2:
             if WG == 0:

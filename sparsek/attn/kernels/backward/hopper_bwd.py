@@ -82,7 +82,8 @@ class Config(KernelConfig, Ruled):
     as in the forward pass; without any only the end of the keys. `sums`: float32 sums of every dQ that are added to in
     the order of tickets; 0 is one sum, in any order. `softcap`, `alibi`: what changes scores. `queries`: those of a
     step, 64, or 128 for heads of at most 64 columns in blocks of 128 by 128. `parts`: tiles are parts of key tiles, and
-    their sums are added afterwards.
+    their sums are added afterwards. `paired`: the halves of a block have bits of their own, and a warpgroup passes over
+    a step in which its half has none.
     """
 
     dim: int
@@ -100,6 +101,7 @@ class Config(KernelConfig, Ruled):
     members: int = 0
     member_ends: bool = False
     parts: bool = False
+    paired: bool = False
 
     @property
     def texts(self) -> list[str]:
@@ -108,6 +110,7 @@ class Config(KernelConfig, Ruled):
             f"blocks {self.block[0]}x{self.block[1]}, {self.stages} stages of {self.queries} queries",
             f"{self.dq_slots} of dQ", rules.named(self), f"{self.sums or 'no'} sums in order",
             *self.true_names("softcap", "alibi"), *(["tiles cut into parts"] if self.parts else []),
+            *(["blocks in pairs"] if self.paired else []),
         ]  # fmt: skip
 
     @property
@@ -344,6 +347,7 @@ class HopperAttentionGrad:
                 members=p.members,
                 member_ends=p.member_ends,
                 parts=p.wide or tile_parts(p, p.card.sm_count).count(p) > 1,
+                paired=p.paired,
             )
             if c.smem_bytes <= p.card.smem_bytes:
                 found.append(c)

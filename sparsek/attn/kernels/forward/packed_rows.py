@@ -5,7 +5,8 @@
 
 `PackedRows(kernel)` is a kernel for all masks: of one by members it plans the packed problem, copies the rows of q, out
 and their gradients, launches, and copies results back. Without `copies` the kernel reads and writes them in place, in
-tiles of half as many tokens where that leaves out steps (`halves_tiles`). k and v stay. Scores that change by the head
+tiles of half as many tokens where that leaves out steps (`halves_tiles`), and takes key blocks of 64 in pairs. k and v
+stay. Scores that change by the head
 do so by the row: row r % pack of packed head g has the slope and the sink of head g * pack + r % pack, and token
 r // pack its position.
 """
@@ -31,6 +32,7 @@ from sparsek.engine.launch.launch import launch, launch_unspecialized
 
 ELEMENTS, WARPS = 4096, 4  # of a program
 ENTRIES = 32  # of a row of a mask, read together
+PAIR = 128  # keys of two blocks of 64
 # What a kernel reads and writes that has a row for each query.
 READ, WRITTEN = {
     AttentionCall: ("q",), AttentionGradCall: ("q", "out", "lse", "grad", "grad_lse"),
@@ -129,8 +131,9 @@ class PackedRows:
 def halved_problem(p: AttentionProblem) -> AttentionProblem:
     """The problem of `halved_tiles`."""
     (bq, bk), whole = p.block, p.whole and halved_problem(p.whole)
-    sizes = {"stored": 2 * p.stored, "partial": 2 * p.partial, "exact": False}
-    return replace(p, block=(bq // 2, bk), whole=whole, **sizes)
+    paired = bk == PAIR // 2
+    sizes = {"stored": 2 * p.stored, "partial": 2 * (p.stored if paired else p.partial), "exact": False}
+    return replace(p, block=(bq // 2, PAIR), paired=paired, whole=whole, **sizes)
 
 
 def copied_bytes(p: AttentionProblem) -> int:
@@ -163,20 +166,22 @@ def halves_tiles(p: AttentionProblem) -> bool:
 
     Without window and sinks no query sees a block without its bit. Heads of at most 64 columns take 128 queries a step.
     """
-    return p.pack >= 4 and p.packed.block == (128, 128) and not p.member_ends and max(p.dim, p.v_dim) > 64
+    return p.pack >= 4 and p.packed.block[0] == 128 and not p.member_ends and max(p.dim, p.v_dim) > 64
 
 
 def halved_tiles(mask: BlockMask) -> BlockMask:
     """A packed mask of one word an entry, without window and sinks, in tiles of half as many tokens. No sync.
 
-    Row 2 i + s of a head has the partial blocks of row i with bits of its half s, and its full blocks. Rows may share
-    entries; the halves of each have places of their own, on a GPU others in every run.
+    Row 2 i + s of a head has the partial blocks of row i with bits of its half s, and its full blocks. Blocks of 64
+    keys become pairs, all partial: bits of the second one come after those of the first. Rows may share entries; the
+    halves of each have places of their own, on a GPU others in every run.
     """
     (bq, bk), members, device = mask.block, mask.members, mask.device
     assert members is not None
     assert mask.rules is not None
-    bits, tiles = bq // 2 // members.rows, -(-2 * mask.q_len // bq)
-    rows, room = mask.batch * mask.heads * tiles, max(1, 2 * mask.sizes.partial)
+    bits, tiles, paired = bq // 2 // members.rows, -(-2 * mask.q_len // bq), bk == PAIR // 2
+    partial = mask.sizes.stored if paired else mask.sizes.partial
+    rows, room = mask.batch * mask.heads * tiles, max(1, 2 * partial)
     starts, counts, full_starts, full_counts = torch.empty(
         (4, rows), dtype=torch.int32, device=device
     ).unbind()
@@ -185,17 +190,19 @@ def halved_tiles(mask: BlockMask) -> BlockMask:
     (launched_halves if device.type == "cuda" else halves)(mask, bits, tiles, made)
     sizes = mask.sizes
     halved = mask.unchecked(
-        q_len=mask.q_len, kv_len=mask.kv_len, block=(bq // 2, bk), batch=mask.batch, heads=mask.heads,
+        q_len=mask.q_len, kv_len=mask.kv_len, block=(bq // 2, PAIR), batch=mask.batch, heads=mask.heads,
         full=BlockLists(full_starts, full_counts, mask.full.indices), partial=BlockLists(starts, counts, indices),
         lo=mask.lo, hi=mask.hi, rules=words, label=mask.label, members=members,
-        sizes=sizes._replace(stored=2 * sizes.stored, partial=2 * sizes.partial, exact=False),
+        sizes=sizes._replace(stored=2 * sizes.stored, partial=2 * partial, exact=False),
     )  # fmt: skip
     if (part := MaskPart.of(mask)) is not None:
-        whole, of = halved_tiles(part.whole), part.tiles
+        whole, of, blocks = halved_tiles(part.whole), part.tiles, part.blocks
         if of is not None:
             half = torch.arange(2, device=device)
             of = torch.where(of[..., None] < 0, -1, 2 * of[..., None] + half).flatten(1)[:, : whole.grid[0]]
-        halved._memo[PART] = replace(part, whole=whole, tiles=of)
+        if blocks is not None and paired:  # a part keeps pairs, or the first of one alone
+            blocks = torch.where(blocks[:, ::2] < 0, -1, blocks[:, ::2] // 2)
+        halved._memo[PART] = replace(part, whole=whole, tiles=of, blocks=blocks)
     return halved
 
 
@@ -204,23 +211,34 @@ def halves(mask: BlockMask, bits: int, tiles: int, made: tuple[Tensor, ...]) -> 
     starts, counts, indices, words, full_starts, full_counts = made
     words.zero_()
     rules: Any = mask.rules
-    before = mask.grid[0]
-    number = torch.arange(len(starts), device=starts.device)
+    before, device, paired = mask.grid[0], starts.device, mask.block[1] == PAIR // 2
+    number = torch.arange(len(starts), device=device)
     row, half = number // tiles * before + number % tiles // 2, number % tiles % 2
     full_starts.copy_(mask.full.starts[row])
-    full_counts.copy_(mask.full.counts[row])
-    first, n = mask.partial.starts[row].long(), mask.partial.counts[row].long()
-    of_rows = mask.partial.counts.long()
-    starts.copy_(2 * (of_rows.cumsum(0) - of_rows)[row] + half * n)
-    each = torch.repeat_interleave(number, n)
-    entry = first[each] + torch.arange(len(each), device=each.device) - (n.cumsum(0) - n)[each]
-    own = rules[entry] >> (half[each] * bits) & ((1 << bits) - 1)
+    full_counts.copy_(torch.zeros_like(row) if paired else mask.full.counts[row])
+    found, room = [], torch.zeros(mask.rows, dtype=torch.int64, device=device)
+    for lists, words_of in ((mask.partial, rules), (mask.full, None))[: 1 + paired]:
+        first, n = lists.starts[row].long(), lists.counts[row].long()
+        each = torch.repeat_interleave(number, n)
+        entry = first[each] + torch.arange(len(each), device=device) - (n.cumsum(0) - n)[each]
+        own = torch.full_like(each, -1) if words_of is None else words_of[entry].long()
+        own = own >> (half[each] * bits) & ((1 << bits) - 1)
+        found.append((each, lists.indices[entry].long(), own))
+        room += lists.counts
+    each, column, own = (torch.cat(parts) for parts in zip(*found, strict=True))
+    if paired:  # the bits of both blocks of a pair, which have no place in common, are added
+        columns = mask.grid[1] // 2 + 1
+        pair, own = each * columns + column // 2, own << (column % 2 * bits)
+        pair, at = pair.unique(return_inverse=True)
+        own = torch.zeros_like(pair).index_add_(0, at, own)
+        each, column = pair // columns, pair % columns
+    starts.copy_(2 * (room.cumsum(0) - room)[row] + half * room[row])
     there = own != 0
     counts.copy_(torch.bincount(each[there], minlength=len(number)))
     ends = counts.cumsum(0)
-    each, entry, own = each[there], entry[there], own[there]
-    at = starts[each] + torch.arange(len(each), device=each.device) - (ends - counts)[each]
-    indices[at] = mask.partial.indices[entry]
+    each, column, own = each[there], column[there], own[there]
+    at = starts[each] + torch.arange(len(each), device=device) - (ends - counts)[each]
+    indices[at] = column.int()
     words[at] = own.int()
 
 
@@ -228,45 +246,116 @@ def launched_halves(mask: BlockMask, bits: int, tiles: int, made: tuple[Tensor, 
     """As `halves`, by a launch."""
     taken = torch.zeros(1, dtype=torch.int32, device=mask.device)
     args = (
-        *mask.partial, *mask.full[:2], mask.rules, *made, taken, len(mask.partial.indices), len(made[2]),
-        mask.sizes.longest, mask.grid[0], tiles,
+        *mask.partial, *mask.full, mask.rules, *made, taken, len(mask.partial.indices), len(mask.full.indices),
+        len(made[2]), mask.sizes.longest, mask.grid[0], tiles, mask.grid[1].bit_length(),
     )  # fmt: skip
-    launch_unspecialized(_halve, mask.device, mask.rows, args, (bits, ENTRIES), WARPS)
+    constants = bits, mask.block[1] == PAIR // 2, ENTRIES
+    launch_unspecialized(_halve, mask.device, mask.rows, args, constants, WARPS)
+
+
+@triton.jit
+def _place(indices, first, n, column, steps):
+    """Places of columns among the n ascending ones from `first` on, and whether they are there."""
+    low = column * 0
+    high = low + n
+    for _ in range(steps):
+        open = low < high
+        middle = (low + high) // 2
+        before = open & (tl.load(indices + first + middle, mask=open, other=0) < column)
+        high = tl.where(open & ~before, middle, high)
+        low = tl.where(before, middle + 1, low)
+    return low, (low < n) & (tl.load(indices + first + low, mask=low < n, other=-1) == column)
+
+
+@triton.jit
+def _pair(
+    indices, first, n, other_indices, other_first, other_n, rules, rule_first, e, half, steps, LEADS: tl.constexpr,
+    BITS: tl.constexpr,
+):  # fmt: skip
+    """Of entries `e` of a list: their pairs of blocks, and the bits of those that they stand for in this half of the
+    tile. LEADS: the list is that of partial blocks, whose words are `rules` from `rule_first` on; it stands for pairs
+    of both lists. Full blocks have every bit.
+    """
+    ALL: tl.constexpr = (1 << BITS) - 1
+    there = e < n
+    column = tl.load(indices + first + e, mask=there, other=0)
+    second = column % 2
+    beside = e + 1 - 2 * second
+    near = there & (beside >= 0) & (beside < n)
+    near = near & (tl.load(indices + first + beside, mask=near, other=-1) == column + 1 - 2 * second)
+    at, far = _place(other_indices, other_first, other_n, column + 1 - 2 * second, steps)
+    if LEADS:
+        own = tl.load(rules + rule_first + e, mask=there, other=0) >> (half * BITS) & ALL
+        of_near = tl.load(rules + rule_first + beside, mask=near, other=0) >> (half * BITS) & ALL
+        partner = tl.where(near, of_near, tl.where(far, ALL, 0))
+    else:
+        own = tl.where(there, ALL, 0)
+        partner = tl.where(near, ALL, 0)
+        there = there & ~far
+    first_word = tl.where(second == 1, partner, own)
+    second_word = tl.where(second == 1, own, partner)
+    return column // 2, tl.where(there & ~(near & (second == 1)), first_word | second_word << BITS, 0)
+
+
+@triton.jit
+def _kept(indices, words, column, word, begin, found, room):
+    """Stores the entries with bits behind those found before; how many there are then."""
+    there = word != 0
+    at = begin + found + tl.cumsum(there.to(tl.int32), 0) - 1
+    fits = there & (at < room)  # a mask with a fault may have more
+    tl.store(indices + at, column, mask=fits)
+    tl.store(words + at, word, mask=fits)
+    return found + tl.sum(there.to(tl.int32), 0)
 
 
 @triton.jit(
-    do_not_specialize=("p_size", "room", "longest", "grid_rows", "tiles"),
+    do_not_specialize=("p_size", "f_size", "room", "longest", "grid_rows", "tiles", "steps"),
     do_not_specialize_on_alignment=(
-        "p_starts", "p_counts", "p_indices", "f_starts", "f_counts", "rules", "starts", "counts", "indices", "words",
-        "full_starts", "full_counts", "taken",
+        "p_starts", "p_counts", "p_indices", "f_starts", "f_counts", "f_indices", "rules", "starts", "counts",
+        "indices", "words", "full_starts", "full_counts", "taken",
     ),
 )  # fmt: skip
 def _halve(
-    p_starts, p_counts, p_indices, f_starts, f_counts, rules, starts, counts, indices, words, full_starts, full_counts,
-    taken, p_size, room, longest, grid_rows, tiles, BITS: tl.constexpr, ENTRIES: tl.constexpr,
+    p_starts, p_counts, p_indices, f_starts, f_counts, f_indices, rules, starts, counts, indices, words, full_starts,
+    full_counts, taken, p_size, f_size, room, longest, grid_rows, tiles, steps, BITS: tl.constexpr,
+    PAIRED: tl.constexpr, ENTRIES: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
     first = tl.minimum(tl.maximum(tl.load(p_starts + row), 0), p_size)
     n = tl.maximum(tl.minimum(tl.minimum(tl.load(p_counts + row), longest), p_size - first), 0)
-    base = 2 * tl.atomic_add(taken, n, sem="relaxed")
+    f_first, f = tl.load(f_starts + row), tl.load(f_counts + row)
+    most = n
+    if PAIRED:
+        f_first = tl.minimum(tl.maximum(f_first, 0), f_size)
+        f = tl.maximum(tl.minimum(tl.minimum(f, longest), f_size - f_first), 0)
+        most += f
+    base = 2 * tl.atomic_add(taken, most, sem="relaxed")
     for half in tl.static_range(2):
-        begin = base + half * n
+        begin = base + half * most
         found = 0
         for start in range(0, n, ENTRIES):
             e = start + tl.arange(0, ENTRIES)
-            own = tl.load(rules + first + e, mask=e < n, other=0) >> (half * BITS) & ((1 << BITS) - 1)
-            there = (e < n) & (own != 0)
-            at = begin + found + tl.cumsum(there.to(tl.int32), 0) - 1
-            fits = there & (at < room)  # a mask with a fault may have more
-            tl.store(indices + at, tl.load(p_indices + first + e, mask=fits, other=0), mask=fits)
-            tl.store(words + at, own, mask=fits)
-            found += tl.sum(there.to(tl.int32), 0)
+            if PAIRED:
+                column, word = _pair(
+                    p_indices, first, n, f_indices, f_first, f, rules, first, e, half, steps, True, BITS
+                )
+            else:
+                column = tl.load(p_indices + first + e, mask=e < n, other=0)
+                word = tl.load(rules + first + e, mask=e < n, other=0) >> (half * BITS) & ((1 << BITS) - 1)
+            found = _kept(indices, words, column, word, begin, found, room)
+        if PAIRED:
+            for start in range(0, f, ENTRIES):
+                e = start + tl.arange(0, ENTRIES)
+                column, word = _pair(
+                    f_indices, f_first, f, p_indices, first, n, rules, first, e, half, steps, False, BITS
+                )
+                found = _kept(indices, words, column, word, begin, found, room)
         tile = row % grid_rows * 2 + half
         out = row // grid_rows * tiles + tile
         tl.store(starts + out, begin, mask=tile < tiles)
         tl.store(counts + out, found, mask=tile < tiles)
-        tl.store(full_starts + out, tl.load(f_starts + row), mask=tile < tiles)
-        tl.store(full_counts + out, tl.load(f_counts + row), mask=tile < tiles)
+        tl.store(full_starts + out, f_first, mask=tile < tiles)
+        tl.store(full_counts + out, 0 if PAIRED else f, mask=tile < tiles)
 
 
 def packed_shape(x: Tensor, pack: int) -> tuple[int, ...]:

@@ -62,9 +62,10 @@ NEXT_CASES = sampled([FULLEST, *CASES[::12]], 1, of="the newest Triton")
 def check(c: Config, dtype: str, code: Code, spilled: int) -> None:
     """What every compiled kernel must show."""
     # Two warpgroups with a loop each: S, dP, dV and dK of a step, and dQ from the dS of every half. With two halves one
-    # of them multiplies a tile's last dQ after its loop, and with 128 queries a step each one its half of that.
+    # of them multiplies a tile's last dQ after its loop, and with 128 queries a step each one its half of that. Of
+    # pairs a warpgroup that passes over a step multiplies dQ there.
     products = c.dim // 16 + c.v_dim // 16 + c.queries // 8 + 4 * c.halves
-    count = 2 * products + (c.queries // 8 if c.halves == 2 else 0)
+    count = 2 * products + (c.queries // 8 if c.halves == 2 else 0) + (16 if c.paired else 0)
     # Descriptors of K and V are made before the loop and again in it (`mixed`): the same ones, as GPU tests show.
     clean = ("unwritten", "early", "fixed_bounds")
     where = hold_code(c, code, dtype, {c.queries, c.dim, c.v_dim}, count, clean=clean)
@@ -94,6 +95,8 @@ FULL_OR_RULED = [
     Config(64, 64, (128, 128), 2, 2, interval=True, members=1, sums=2, queries=128),
     Config(128, 128, (128, 128), 2, 2, interval=True, members=16, parts=True),
     Config(128, 128, (64, 128), 2, 2, interval=True, members=16, parts=True),
+    Config(128, 128, (64, 128), 2, 2, interval=True, members=16, parts=True, paired=True),
+    Config(128, 128, (64, 128), 2, 2, interval=True, members=4, sums=0, softcap=True, paired=True),
     Config(128, 128, (128, 128), 2, 2, interval=True, sums=1, parts=True),
     Config(128, 128, (128, 64), 1, 2, interval=True, members=16, sums=0, parts=True),
     Config(64, 64, (128, 128), 2, 2, interval=True, members=4, sums=2, queries=128, parts=True),

@@ -212,24 +212,31 @@ def test_rows_of_heads_are_packed_and_unpacked_by_a_launch(
         assert back.isnan().all()
 
 
-@pytest.mark.parametrize(("tokens", "pack"), [(260, 16), (133, 4)])
-def test_tiles_of_half_as_many_tokens_see_the_same_keys(tokens: int, pack: int) -> None:
-    """And have fewer blocks, or as many, by torch and by a launch."""
-    draw = torch.Generator().manual_seed(1)
-    chosen = torch.randint(0, 3, (1, 2, tokens, 2), generator=draw, dtype=torch.int32)
+@pytest.mark.parametrize("side", [64, 128])
+@pytest.mark.parametrize(("tokens", "pack", "agree"), [(260, 16, 0), (133, 4, 0), (260, 16, 8), (133, 4, 30)])
+def test_tiles_of_half_as_many_tokens_see_the_same_keys(
+    tokens: int, pack: int, agree: int, side: int
+) -> None:
+    """And have fewer blocks, or as many, by torch and by a launch. Where as many tokens agree, blocks are full."""
+    draw = torch.Generator().manual_seed(tokens + side + agree)
+    blocks = -(-tokens // side)
+    chosen = torch.randint(0, blocks, (1, 2, tokens, 2), generator=draw, dtype=torch.int32)
+    if agree:
+        chosen = chosen[:, :, torch.arange(tokens) // agree * agree]
     q, k = torch.empty(1, 2 * pack, tokens, 128, dtype=HALF), torch.empty(1, 2, tokens, 128, dtype=HALF)
-    check_halves(packed_mask(TokenLists(chosen, 128).mask_for(q, k), pack))
+    check_halves(packed_mask(TokenLists(chosen, side).mask_for(q, k), pack))
 
 
+@pytest.mark.parametrize("side", [64, 128])
 @pytest.mark.parametrize("case", SHARED_ROWS, ids=str)
-def test_rows_that_share_entries_have_halves_of_their_own(case: str) -> None:
-    check_halves(packed_mask(shared_rows(case), 4))
+def test_rows_that_share_entries_have_halves_of_their_own(case: str, side: int) -> None:
+    check_halves(packed_mask(shared_rows(case, side=side), 4))
 
 
 def check_halves(mask: BlockMask) -> None:
     """Half tiles by torch and by a launch see what the tiles see."""
     found = halved_tiles(mask)
-    assert torch.equal(found.to_dense(), mask.to_dense())
+    assert torch.equal(of_pairs(found, mask).to_dense(), mask.to_dense())
     assert found.block == (64, 128)
     full, members, given = found.full, found.members, (*found.partial, found.rules, *found.full[:2])
     assert members is not None
@@ -241,4 +248,35 @@ def check_halves(mask: BlockMask) -> None:
         rules=made[3], label="", members=members, sizes=found.sizes,
     )  # fmt: skip
     assert torch.equal(made[1], found.partial.counts)
-    assert torch.equal(again.to_dense(), mask.to_dense())
+    assert torch.equal(of_pairs(again, mask).to_dense(), mask.to_dense())
+
+
+def of_pairs(found: BlockMask, mask: BlockMask) -> BlockMask:
+    """The half tiles of a mask in its own key blocks."""
+    if mask.block[1] == found.block[1]:
+        return found
+    assert found.rules is not None
+    assert found.members is not None
+    assert int(found.full.counts.sum()) == 0
+    bits, parts = 64 // found.members.rows, found.partial
+    columns, words, counts = [], [], []
+    for start, count in zip(parts.starts.tolist(), parts.counts.tolist(), strict=True):
+        pairs, own = (x[start : start + count].tolist() for x in (parts.indices, found.rules))
+        assert len({*pairs}) == count
+        entries = [
+            (2 * pair + side, word >> side * bits & (1 << bits) - 1)
+            for pair, word in sorted(zip(pairs, own, strict=True))
+            for side in (0, 1)
+        ]
+        entries = [each for each in entries if each[1]]
+        columns += [column for column, _ in entries]
+        words += [word for _, word in entries]
+        counts.append(len(entries))
+    lists, none = torch.tensor(counts, dtype=torch.int32), torch.zeros(len(counts), dtype=torch.int32)
+    return found.unchecked(
+        q_len=found.q_len, kv_len=found.kv_len, block=(64, mask.block[1]), batch=found.batch, heads=found.heads,
+        full=BlockLists(none, none, none[:0]),
+        partial=BlockLists((lists.cumsum(0) - lists).int(), lists, torch.tensor(columns, dtype=torch.int32)),
+        lo=found.lo, hi=found.hi, rules=torch.tensor(words, dtype=torch.int32), label="", members=found.members,
+        sizes=found.sizes,
+    )  # fmt: skip
