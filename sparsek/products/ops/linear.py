@@ -257,12 +257,19 @@ def gated(
     kernel: str | None = None,
 ) -> Tensor:
     """act(x @ W_gate.T) * (x @ W_up.T); see `swiglu`, which is that of silu."""
-    if autocasts():
-        dtype, x, W_gate, W_up = follow_autocast_fp8(None, x, W_gate, W_up)
-    else:
-        dtype = None
     if kernel is not None:
         arguments.encodable("kernel", kernel)
+    records = _records_gated(x, W_gate, W_up, activation)
+    gate = up = recorded_calls.UNBOUND
+    if records:
+        gate = recorded_products.product(W_gate, x, ("gate", activation, kernel))
+        if gate.__class__ is not Slot:
+            up = recorded_products.product(W_up, x, ("up", kernel), (gate,))
+            if up.__class__ is not Slot:
+                return up if x.ndim == 2 else up.view(*x.shape[:-1], W_up.shape[0])
+    dtype = None
+    if autocasts():
+        dtype, x, W_gate, W_up = follow_autocast_fp8(None, x, W_gate, W_up)
     for name, w in (("W_gate", W_gate), ("W_up", W_up)):
         if not operands.is_sparse(w):
             raise InvalidInput(f"{name} must be a BSR, got {type(w).__name__}; make one with BSR.from_dense")
@@ -281,11 +288,27 @@ def gated(
         with dtypes.as_given(x.device):
             y = ACTIVATIONS[activation](gate) * up
     else:
-        gate = multiply(Product.layer(x, W_gate, Epilogue(activation=activation), dtype), kernel)
+        if isinstance(gate, Slot):
+            first = Product.layer(x, W_gate, Epilogue(activation=activation), dtype)
+            gate = gate.run(lambda: multiply(first, kernel))
+            up = recorded_products.product(W_up, x, ("up", kernel), (gate,)) if records else up
         call = Product.layer(x, W_up, Epilogue(other=gate, combine="mul"), dtype)
-        in_place = dtype is None and not transforms.traced()
-        y = multiply(call._replace(out=gate.mT) if in_place else call, kernel)
+        if dtype is None and not transforms.traced():
+            call = call._replace(out=gate.mT)
+        y = up.run(lambda: multiply(call, kernel)) if isinstance(up, Slot) else up
     return y if x.ndim == 2 else y.view(*x.shape[:-1], W_up.shape[0])
+
+
+def _records_gated(x: Any, gate: Any, up: Any, activation: Any) -> bool:
+    """Whether both products of `gated` are recorded with all of its checks before them.
+
+    Those that learn are recorded without, and patterns that pass soon share calls.
+    """
+    if _compiling() or activation.__class__ is not str or not isinstance(x, Tensor) or autocasts():
+        return False
+    if any(w.__class__ is not BSR or "passing" in w.pattern._memo for w in (gate, up)):
+        return False
+    return not _wanted(x, gate.values, up.values)
 
 
 def plan_layer(
