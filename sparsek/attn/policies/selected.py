@@ -134,8 +134,11 @@ class NSA(TokenPolicy):
         left, right = grid.reach(start, end)
         covers, parts = self.span // self.stride, (right - left) * (self.block // self.stride)
         around = functional.pad(weights, (covers - 1, parts - weights.shape[-1]))
-        joined = torch.sum if self._sums else torch.amax
-        return joined(joined(around.unfold(-1, covers, 1), -1).unflatten(-1, (right - left, -1)), -1)
+        join, of_block = (torch.add, torch.sum) if self._sums else (torch.maximum, torch.amax)
+        joined = around[..., :parts]
+        for at in range(1, covers):  # one after the other: parts with the same keys have the same bits
+            joined = join(joined, around[..., at : at + parts])
+        return of_block(joined.unflatten(-1, (right - left, -1)), -1)
 
 
 @dataclass(frozen=True)

@@ -140,6 +140,13 @@ def test_equal_scores_keep_the_first_blocks(case: str) -> None:
     assert listed(policy.lists(q, k))[99] == first
 
 
+def test_blocks_within_the_same_compressed_keys_have_equal_scores() -> None:
+    torch.manual_seed(0)
+    policy = policies.NSA(topk=5, block=4, always=(1, 2), span=32, stride=4)
+    q, k = torch.randn(1, 2, 70, 8, dtype=torch.float64), torch.randn(1, 1, 70, 8, dtype=torch.float64)
+    assert listed(policy.lists(q, k, scale=0.5)) == plain(policy, by_weights, q, k, 0.5, [0, 70])
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_keys_behind_a_query_do_not_matter_and_dtypes_agree(case: str) -> None:
     torch.manual_seed(0)
