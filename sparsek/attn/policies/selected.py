@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from sparsek.attn.mask.operands import check_tensors
@@ -17,7 +16,14 @@ from sparsek.attn.plan.attention_operands import checked_scale
 from sparsek.attn.policies.token import SCORES, TokenGrid, TokenPolicy, products, tile_scores, token_lists
 from sparsek.core import arguments, dtypes
 from sparsek.core.errors import InvalidInput
-from sparsek.core.tracing import not_traced
+from sparsek.core.tracing import (
+    not_traced,
+    save_for_backward,
+    saved_tensors,
+    untraced,
+    wants_gradient,
+    watched,
+)
 
 
 @dataclass(frozen=True)
@@ -332,7 +338,7 @@ class IndexHead(TokenPolicy):
         return scores.unflatten(-1, (-1, self.block)).amax(-1)
 
 
-@not_traced("an index loss")
+@untraced("an index loss is made", "make it outside and pass it to the compiled function")
 def index_loss(
     index_q: Tensor,
     index_k: Tensor,
@@ -348,9 +354,9 @@ def index_loss(
 
     Of a query and head of k, p is the attention's softmax over the keys that `lists` lets it see, in mean over the
     heads of q that share the head of k, and r the softmax of index_scale * index_q @ index_k.T over the same keys. The
-    loss is the mean of KL(p || r) over heads and the queries that see a key. Gradients go to index_q and index_k alone
-    and are computed with the loss; the source cuts them off from the layer's input too. Scores of some queries are in
-    memory at a time. No sync on a GPU, except to read new cu_seqlens.
+    loss is the mean of KL(p || r) over heads and the queries that see a key. Gradients go to index_q and index_k alone,
+    are computed with the loss and have none themselves; the source cuts them off from the layer's input too. Scores of
+    some queries are in memory at a time. No sync on a GPU, except to read new cu_seqlens.
 
     Args:
         index_q: Index queries [B, Hkv, S, E]; the last one stands at the last key.
@@ -377,7 +383,35 @@ def index_loss(
         >>> index_q.grad.shape
         torch.Size([1, 2, 500, 32])
     """
-    scales = checked(q, k, scale), checked(index_q, index_k, index_scale)
+    for name, x in (("index_q", index_q), ("index_k", index_k)):
+        arguments.tensor(name, x)
+    if not isinstance(lists, TokenLists | None):
+        raise InvalidInput(f"lists must be sk.TokenLists or None, got {arguments.shown(lists)}")
+    listed = (None, None) if lists is None else (lists.indices, lists.counts)
+    learns = tuple(wants_gradient(x) or watched(x) for x in (index_q, index_k))
+    found = _loss(index_q, index_k, q, k, *listed, lists, (scale, index_scale), learns, cu_seqlens=cu_seqlens)
+    return _IndexLoss.apply(index_q, index_k, *found)
+
+
+@not_traced("an index loss")
+@torch.no_grad()
+def _loss(
+    index_q: Tensor,
+    index_k: Tensor,
+    q: Tensor,
+    k: Tensor,
+    indices: Tensor | None,
+    counts: Tensor | None,
+    lists: TokenLists | None,
+    scales: tuple[float | None, float | None],
+    learns: tuple[bool, ...],
+    *,
+    cu_seqlens: Tensor | None,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """The loss and its gradients of index_q and index_k, where these learn, in float32 or float64. `lists` with these
+    indices and counts.
+    """
+    factors = checked(q, k, scales[0]), checked(index_q, index_k, scales[1])
     (batch, heads, keys, _), queries = k.shape, q.shape[2]
     right = [batch, heads, queries]
     if (
@@ -391,8 +425,8 @@ def index_loss(
         )
     arguments.one_device("q is", q.device, "index_q", index_q.device)
     if lists is not None:
-        if not isinstance(lists, TokenLists):
-            raise InvalidInput(f"lists must be sk.TokenLists or None, got {arguments.shown(lists)}")
+        assert indices is not None
+        lists = replace(lists, indices=indices, counts=counts)
         arguments.one_device("q is", q.device, "the lists", lists.device)
         shape = lists.indices.shape
         if (
@@ -408,68 +442,87 @@ def index_loss(
     edges = [0, queries]
     if cu_seqlens is not None:
         edges = TokenGrid.of(q, k, LEAST, cu_seqlens).edges.tolist()
-    return _IndexLoss.apply(index_q, index_k, q.detach(), k.detach(), lists, scales, edges)
+    kind = torch.promote_types(index_q.dtype, torch.float32)
+    grads = [
+        torch.zeros_like(x, dtype=kind) if need else None
+        for x, need in zip((index_q, index_k), learns, strict=True)
+    ]
+    total, count = (torch.zeros((), dtype=each, device=q.device) for each in (kind, torch.int64))
+    step = max(SCORES // (q.shape[0] * q.shape[1] * max(keys, 1)), 1)
+    alone = len(edges) == 2
+    parts = [(a, b, at, min(at + step, b)) for a, b in pairwise(edges) for at in range(a, b, step)]
+    with dtypes.as_given(q.device):
+        for first, _, start, end in parts:
+            # Keys from the first of the document to that of the last query.
+            left, right = (0, keys - q.shape[2] + end) if alone else (first, end)
+            if left >= right:
+                continue
+            seen = _seen(lists, start, end, right - left, q.device)
+            rows, near = q[:, :, start:end].unflatten(1, (heads, -1)), slice(left, right)
+            scores = (
+                products(rows.flatten(2, 3), k[:, :, near]).mul_(factors[0]).unflatten(2, rows.shape[2:4])
+            )
+            p = _masked_softmax(scores, seen[:, :, None]).mean(2)
+            some, these = index_q[:, :, start:end], index_k[:, :, near]
+            s = products(some, these).mul_(factors[1]).masked_fill_(~seen, -torch.inf)
+            r = s - s.logsumexp(-1, keepdim=True)
+            total += torch.where(p > 0, p * (p.log() - r), 0).sum()
+            count += seen.any(-1).expand(batch, heads, -1).sum()
+            d = factors[1] * torch.where(seen, r.exp() - p, 0)
+            if grads[0] is not None:
+                grads[0][:, :, start:end] = d @ these.to(d.dtype)
+            if grads[1] is not None:
+                found = d.mT @ some.to(d.dtype)
+                grads[1][:, :, near] += found if index_k.shape[1] > 1 else found.sum(1, keepdim=True)
+    count = count.clamp(min=1)
+    of_q, of_k = (None if x is None else x.div_(count) for x in grads)
+    return total / count, of_q, of_k
 
 
 class _IndexLoss(torch.autograd.Function):
-    """The loss, and with it its gradients."""
+    """A loss with the gradients that were computed with it."""
 
     @staticmethod
     def forward(
-        ctx: Any,
-        index_q: Tensor,
-        index_k: Tensor,
-        q: Tensor,
-        k: Tensor,
-        lists: TokenLists | None,
-        scales: tuple[float, float],
-        edges: list[int],
+        index_q: Tensor, index_k: Tensor, loss: Tensor, of_q: Tensor | None, of_k: Tensor | None
     ) -> Tensor:
-        (batch, heads, keys, _), kind = k.shape, torch.promote_types(index_q.dtype, torch.float32)
-        grads = [
-            torch.zeros_like(x, dtype=kind) if need else None
-            for x, need in zip((index_q, index_k), ctx.needs_input_grad[:2], strict=True)
-        ]
-        total, count = (torch.zeros((), dtype=each, device=q.device) for each in (kind, torch.int64))
-        step = max(SCORES // (q.shape[0] * q.shape[1] * max(keys, 1)), 1)
-        alone = len(edges) == 2
-        parts = [(a, b, at, min(at + step, b)) for a, b in pairwise(edges) for at in range(a, b, step)]
-        with dtypes.as_given(q.device):
-            for first, _, start, end in parts:
-                # Keys from the first of the document to that of the last query.
-                left, right = (0, keys - q.shape[2] + end) if alone else (first, end)
-                if left >= right:
-                    continue
-                seen = _seen(lists, start, end, right - left, q.device)
-                rows, near = q[:, :, start:end].unflatten(1, (heads, -1)), slice(left, right)
-                scores = (
-                    products(rows.flatten(2, 3), k[:, :, near]).mul_(scales[0]).unflatten(2, rows.shape[2:4])
-                )
-                p = _masked_softmax(scores, seen[:, :, None]).mean(2)
-                some, these = index_q[:, :, start:end], index_k[:, :, near]
-                s = products(some, these).mul_(scales[1]).masked_fill_(~seen, -torch.inf)
-                r = s - s.logsumexp(-1, keepdim=True)
-                total += torch.where(p > 0, p * (p.log() - r), 0).sum()
-                count += seen.any(-1).expand(batch, heads, -1).sum()
-                d = scales[1] * torch.where(seen, r.exp() - p, 0)
-                if grads[0] is not None:
-                    grads[0][:, :, start:end] = d @ these.to(d.dtype)
-                if grads[1] is not None:
-                    found = d.mT @ some.to(d.dtype)
-                    grads[1][:, :, near] += found if index_k.shape[1] > 1 else found.sum(1, keepdim=True)
-        count = count.clamp(min=1)
-        ctx.save_for_backward(*(None if x is None else x.div_(count) for x in grads))
-        ctx.dtypes = index_q.dtype, index_k.dtype
-        return total / count
+        return loss.clone()
 
     @staticmethod
-    @once_differentiable
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        index_q, index_k, _, *grads = inputs
+        save_for_backward(ctx, index_q, index_k, *grads)
+
+    @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> Any:
-        found = [
-            None if x is None else (x * upstream[0]).to(dtype)
-            for x, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
-        ]
-        return *found, None, None, None, None, None
+        return *_IndexLossBackward.apply(*saved_tensors(ctx), *upstream), None, None, None
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> NoReturn:
+        raise InvalidInput("index_loss has no forward-mode derivative (jvp, jacfwd, torch.func.hessian)")
+
+
+class _IndexLossBackward(torch.autograd.Function):
+    """The gradients of index_q and index_k, which have no gradients themselves."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(
+        index_q: Tensor, index_k: Tensor, of_q: Tensor | None, of_k: Tensor | None, upstream: Tensor
+    ) -> tuple[Tensor | None, ...]:
+        pairs = (index_q, of_q), (index_k, of_k)
+        return tuple(None if x is None else (x * upstream).to(given.dtype) for given, x in pairs)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
+        """Nothing is saved."""
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> NoReturn:
+        raise InvalidInput("the gradients of index_loss have no gradients themselves")
+
+    jvp = backward
 
 
 def _seen(lists: TokenLists | None, start: int, end: int, keys: int, device: torch.device) -> Tensor:

@@ -13,6 +13,7 @@ import sparsek as sk
 from sparsek.attn.policies import token
 from sparsek.core.errors import InvalidInput
 from sparsek.integrations.config import misfit
+from tests.refusals import refused
 
 policies = sk.policies
 BLOCK, SPAN, STRIDE = 16, 8, 4
@@ -326,6 +327,27 @@ def test_the_loss_of_an_index_head_is_that_of_its_paper(case: str, monkeypatch: 
     found, wanted = (torch.autograd.grad(3 * each, (index_q, index_k)) for each in (got, want))
     torch.testing.assert_close(found, wanted)
     assert not policies.index_loss(index_q.detach(), index_k.detach(), q, k, given, **options).requires_grad
+
+
+def test_the_loss_of_an_index_head_has_a_gradient_in_torch_func_and_no_second_one() -> None:
+    torch.manual_seed(0)
+    index_q, index_k, q, k = (torch.randn(1, heads, 9, 4, dtype=torch.float64) for heads in (2, 1, 4, 2))
+    learns = index_q.clone().requires_grad_(), index_k.clone().requires_grad_()
+
+    def loss(index_q: Tensor, index_k: Tensor) -> Tensor:
+        chosen = (index_q @ index_k.mT).unflatten(3, (-1, 3)).amax(-1).topk(2).indices
+        return policies.index_loss(index_q, index_k, q, k, sk.TokenLists(chosen, 4, window=1))
+
+    wanted = torch.autograd.grad(loss(*learns), learns)
+    assert all(each.abs().max() > 1e-3 for each in wanted)
+    for transform in (torch.func.grad, torch.func.jacrev):
+        torch.testing.assert_close(transform(loss, (0, 1))(index_q, index_k), wanted)
+    back = torch.func.vjp(loss, index_q, index_k)[1]
+    torch.testing.assert_close(back(torch.ones((), dtype=torch.float64)), wanted)
+    refused("no forward-mode derivative", torch.func.jvp, loss, (index_q, index_k), (index_q, index_k))
+    refused("no gradients themselves", torch.func.jacrev(torch.func.grad(loss)), index_q, index_k)
+    (first,) = torch.autograd.grad(loss(*learns), learns[:1], create_graph=True)
+    refused("no gradients themselves", first.sum().backward)
 
 
 @pytest.mark.gpu
