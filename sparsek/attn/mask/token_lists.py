@@ -64,10 +64,8 @@ class TokenLists(MaskRule):
 
     def __post_init__(self) -> None:
         arguments.tensor("indices", self.indices, INTS, 4)
-        if 0 in self.indices.shape[:2]:
-            raise InvalidInput(
-                f"indices is {list(self.indices.shape)}; it needs a batch item and a head: [B, heads, S, n]"
-            )
+        if not self.indices.shape[1]:
+            raise InvalidInput(f"indices is {list(self.indices.shape)}; it needs a head: [B, heads, S, n]")
         object.__setattr__(self, "block", arguments.power_of_two("block", self.block, LEAST, MOST))
         if self.counts is not None:
             arguments.tensor("counts", self.counts, INTS, 3)
@@ -200,20 +198,13 @@ def mask_of(
             f"indices is {list(lists.indices.shape)}; q {list(q.shape)} and k {list(k.shape)} need lists of 1 or "
             f"{q.shape[0]} batch items, 1, {kv_heads} or {q_heads} heads, and {q.shape[2]} queries"
         )
+    indices, counts = lists.indices, lists.counts
+    if not batch:  # no batch item, and a mask has at least one
+        indices, counts = indices.new_full((1, *indices.shape[1:]), -1), None
     group = 1 if heads not in (1, kv_heads) else q_heads // kv_heads
     bounds, kv_len = (None, k.shape[2]) if documents is None else (documents.bounds, documents.length)
     options = lists.causal, lists.window, lists.sinks
     label = lists.label if documents is None else f"{lists.label}, of documents"
     if lists.block < FEWEST:
         label = f"{label}, slower than blocks of {FEWEST}, because these have bits for every key"
-    return token_mask(
-        BlockMask,
-        lists.indices,
-        lists.counts,
-        bounds,
-        lists.block,
-        kv_len,
-        group,
-        options,
-        label,
-    )
+    return token_mask(BlockMask, indices, counts, bounds, lists.block, kv_len, group, options, label)

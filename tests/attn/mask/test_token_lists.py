@@ -164,7 +164,7 @@ Q, K = torch.randn(1, 4, 10, 8), torch.randn(1, 2, 12, 8)
     [
         ("indices .* 4-D", {"indices": INDICES[0]}),
         ("float32", {"indices": INDICES.float()}),
-        ("needs a batch item and a head", {"indices": INDICES[:0]}),
+        ("needs a head", {"indices": INDICES[:, :0]}),
         ("power of two", {"block": 48}),
         ("from 4 to 128", {"block": 256}),
         ("counts is .* need one for each list", {"counts": INDICES[..., :2, 0]}),
@@ -191,9 +191,12 @@ def test_there_may_be_no_batch_items_queries_or_keys(sizes: tuple[int, int, int]
     q, k, v = (
         torch.randn(batch, *each, 64, requires_grad=True) for each in ((8, queries), (2, keys), (2, keys))
     )
-    lists = sk.TokenLists(torch.zeros(1, 2, queries, 2, dtype=torch.int32), 64, window=window)
+    indices = torch.zeros(batch, 2, queries, 2, dtype=torch.int32)
+    lists = sk.TokenLists(indices, 64, indices[..., 0], window=window)
+    assert lists.to_dense(keys).shape == (batch, 2, queries, keys)
     out = sk.attention(q, k, v, lists)
     assert torch.equal(out, torch.zeros_like(q))
+    assert torch.equal(out, sk.attention(q, k, v, sk.TokenLists(indices.new_zeros(1, 2, queries, 2), 64)))
     out.sum().backward()
     for x in (q, k, v):
         assert x.grad is not None

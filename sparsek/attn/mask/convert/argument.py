@@ -134,7 +134,8 @@ def _check_bool(mask: Tensor, q: Tensor, k: Tensor) -> None:
         )
     if mask.dtype != torch.bool:
         raise InvalidInput(
-            f"mask is {mask.dtype} {list(mask.shape)}; it must be bool, true where a query sees a key: mask.bool()"
+            f"mask is {mask.dtype} {list(mask.shape)}; it must be bool, true where a query sees a key: mask.bool(), or "
+            "for blocks of each query TokenLists(mask, block)"
         )
     (batch, q_heads, q_len, _), (kv_heads, kv_len) = q.shape, k.shape[1:3]
     given = (1,) * (4 - mask.ndim) + tuple(mask.shape) if 1 <= mask.ndim <= 4 else (0,) * 4
