@@ -12,6 +12,7 @@ from sparsek.attn.mask.cache import edges_of
 from sparsek.attn.mask.lists import upload
 from sparsek.core.arguments import INT32_MAX
 from sparsek.core.errors import InvalidInput
+from sparsek.integrations.foreign_options import readable
 
 
 class BlockRows:
@@ -58,6 +59,11 @@ class BlockRows:
 
     def lists(self, row_ptr: Tensor, q_indices: Tensor, topk: int) -> Tensor:
         """q2k int32 [H, queries, at most topk] of a CSR: its inverse."""
+        if readable(row_ptr) and bool((row_ptr[:, self.count :] != row_ptr[:, -1:]).any()):
+            raise InvalidInput(
+                f"k2q_row_ptr has queries after its {self.count} blocks of {self.block} keys; blk_kv and "
+                "cu_seqlens must be those that build_k2q_csr got"
+            )
         heads, edges = q_indices.shape
         topk = min(topk, edges)
         total, lengths = int(self.queries[-1]), np.diff(self.queries)

@@ -20,7 +20,7 @@ from sparsek.attn.mask.cache import ByTensor, edges_of, values_of
 from sparsek.attn.mask.convert.argument import MaskLike
 from sparsek.attn.mask.operands import check_tensors
 from sparsek.attn.mask.rule import MaskPolicy
-from sparsek.attn.mask.token_lists import MOST, TokenLists
+from sparsek.attn.mask.token_lists import LEAST, MOST, TokenLists
 from sparsek.attn.ops.attention import attention
 from sparsek.attn.ops.attention_varlen import attention_varlen
 from sparsek.attn.policies.selected import NSA, MoBAGate
@@ -132,7 +132,7 @@ def parallel_nsa(
     total = 0
     if g_cmp is not None:
         policy = _fla_policy(block_counts if block_indices is None else 16, block_size)
-        edges = _shared_edges(packed, q, k)
+        edges = None if packed is None else _shared_edges(packed, q, k)
         keys = k, v
         if edges is not None:
             grid = TokenGrid.of(q, k, policy.block, edges)
@@ -148,13 +148,18 @@ def parallel_nsa(
                 else policy.lists(q, k, cu_seqlens=edges, **options)
             )
     if block_indices is not None:
-        indices = arguments.tensor("block_indices", block_indices, INTS, 4).transpose(1, 2)
+        batch, queries, heads = arguments.tensor("block_indices", block_indices, INTS, 4).shape[:3]
+        if batch not in (1, q.shape[0]) or queries != q.shape[2] or heads not in (1, k.shape[1], q.shape[1]):
+            right = f"[{q.shape[0]}, {q.shape[2]}, {k.shape[1]}, n], the blocks of each query and head of k"
+            raise InvalidInput(f"block_indices is {list(block_indices.shape)}; it must be {right}")
         counts = None
         if isinstance(block_counts, Tensor):
-            counts = arguments.tensor("block_counts", block_counts, INTS, 3).transpose(1, 2)
+            arguments.tensor("block_counts", block_counts, INTS)
+            check_shape("block_counts", block_counts, (batch, queries, heads), "one for each list of blocks")
+            counts = block_counts.transpose(1, 2)
         else:
             arguments.integer("block_counts", block_counts)
-        lists = _lists(indices, arguments.integer("block_size", block_size, 1, INT32_MAX), counts)
+        lists = _lists("block_size", block_size, block_indices.transpose(1, 2), k.shape[2], counts)
     elif g_cmp is None:
         raise InvalidInput(
             "block_indices and g_cmp are None; give blocks, or g_cmp, whose attention chooses them"
@@ -186,20 +191,16 @@ def _pair(cu_seqlens: Any) -> tuple[Tensor, Tensor] | None:
     return None if cu_seqlens is None else (cu_seqlens, cu_seqlens)
 
 
-def _shared_edges(packed: tuple[Tensor, Tensor] | None, q: Tensor, k: Tensor) -> Tensor | None:
+def _shared_edges(packed: tuple[Tensor, Tensor], q: Tensor, k: Tensor) -> Tensor:
     """The documents of queries and keys, which must be the same."""
-    if packed is None:
-        return None
     _check_packed(q, k)
-    queries, keys = packed
-    if queries is not keys:
-        one, other = edges_of(queries, "cu_seqlens_q", q.shape[2]), edges_of(keys, "cu_seqlens_k", k.shape[2])
-        if not np.array_equal(one, other):
-            raise InvalidInput(
-                "cu_seqlens of queries and keys differ; a choice needs documents of as many queries as keys: call for "
-                "each document, or pass the blocks of each query"
-            )
-    return queries
+    one, other = edges_of(packed[0], "cu_seqlens_q", q.shape[2]), edges_of(packed[1], "cu_seqlens_k")
+    if not np.array_equal(one, other):
+        raise InvalidInput(
+            "cu_seqlens of queries and keys differ; a choice needs documents of as many queries as keys: call for "
+            "each document, or pass the blocks of each query"
+        )
+    return packed[0]
 
 
 def _check_packed(q: Tensor, k: Tensor) -> None:
@@ -225,11 +226,20 @@ def _of_rows(gate: Tensor) -> Tensor:
     return gate.transpose(1, 2)[..., None]
 
 
-def _lists(indices: Tensor, block: int, counts: Tensor | None = None, causal: bool = True) -> TokenLists:
-    """TokenLists of blocks of any size that is a power of two up to 128, or a multiple of 128."""
-    parts = block // MOST
-    if parts <= 1 or block % MOST:
-        return TokenLists(indices, block, counts, causal)
+def _lists(
+    name: str, side: Any, indices: Tensor, keys: int, counts: Tensor | None = None, causal: bool = True
+) -> TokenLists:
+    """TokenLists of blocks of `side` keys, the argument `name`: a power of two up to 128, or a multiple of 128. No
+    document has more than `keys` keys.
+    """
+    side = arguments.integer(name, side, 1, INT32_MAX)
+    if side % MOST and (side < LEAST or side > MOST or side & (side - 1)):
+        raise InvalidInput(
+            f"{name} is {side}; it must be a power of two from {LEAST} to {MOST}, or a multiple of {MOST}"
+        )
+    parts = min(side // MOST, -(-keys // MOST))  # parts beyond the keys have none
+    if parts <= 1:
+        return TokenLists(indices, min(side, MOST), counts, causal)
     one = indices.clamp(-1, INT32_MAX // parts - 1)[..., None] * parts
     split = one + torch.arange(parts, dtype=indices.dtype, device=indices.device)
     counts = None if counts is None else counts.clamp(0, indices.shape[3]) * parts
@@ -377,8 +387,9 @@ def sparse_atten_func(
         values_of(arguments.tensor(name, x, INTS, 2), name)
         for name, x in (("k2q_row_ptr", k2q_row_ptr), ("k2q_q_indices", k2q_q_indices))
     )
-    block = arguments.integer("blk_kv", blk_kv, 1, INT32_MAX)
-    rows = BlockRows(cu_seqlens_q, cu_seqlens_k, block, q.shape[0])
+    rows = BlockRows(
+        cu_seqlens_q, cu_seqlens_k, arguments.integer("blk_kv", blk_kv, 1, INT32_MAX), q.shape[0]
+    )
     for name, x in (("k2q_row_ptr", row_ptr), ("k2q_q_indices", q_indices)):
         arguments.one_device("q is", q.device, name, x.device)
         if x.shape[0] != k.shape[1]:
@@ -387,7 +398,7 @@ def sparse_atten_func(
             )
     if row_ptr.shape[1] <= rows.count:
         raise InvalidInput(
-            f"k2q_row_ptr is {list(row_ptr.shape)}; {rows.count} blocks of {block} keys need {rows.count + 1} or more"
+            f"k2q_row_ptr is {list(row_ptr.shape)}; {rows.count} blocks of {blk_kv} keys need {rows.count + 1} or more"
         )
     kept = None if q_indices.is_inference() else _LISTS.find(q_indices, rows.key(topk))
     if kept is not None and kept[0]() is row_ptr and kept[1] == row_ptr._version:
@@ -395,7 +406,7 @@ def sparse_atten_func(
     else:
         with torch.no_grad():
             lists = rows.lists(row_ptr, q_indices, topk)
-    made = _lists(lists[None], block, causal=arguments.flag("causal", causal))
+    made = _lists("blk_kv", blk_kv, lists[None], k.shape[0], causal=arguments.flag("causal", causal))
     out, lse = attention_varlen(
         q, k, v, cu_seqlens_q, cu_seqlens_k, made, scale=softmax_scale, return_lse=True
     )
@@ -436,7 +447,7 @@ def sparse_attention(
     ends = msa if isinstance(msa, Tensor) else getattr(msa, "cu_seqlens", None)
     if not isinstance(ends, Tensor):
         raise InvalidInput(f"msa is {arguments.shown(msa)}; it must have cu_seqlens, a tensor, or be one")
-    lists = _lists(arguments.tensor("q2k", q2k, INTS, 3)[None], M3_BLOCK)
+    lists = TokenLists(arguments.tensor("q2k", q2k, INTS, 3)[None], M3_BLOCK)
     out, lse = attention_varlen(q, k, v, ends, mask=lists, return_lse=True)
     return (out, lse) if arguments.flag("return_lse", return_lse) else out
 
@@ -584,5 +595,4 @@ def flash_moba_varlen_func(
         k, v = (x.repeat_interleave(group, 1) for x in (k, v))
     by_head = [x.transpose(0, 1)[None] for x in (q, k)]
     ends = _shared_edges((cu_seqlens_q, cu_seqlens_k), by_head[0], by_head[1])
-    assert ends is not None
     return attention_varlen(q, k, v, ends, mask=policy)

@@ -159,6 +159,20 @@ def test_what_fla_refuses() -> None:
     ends = ENDS, torch.tensor([0, 60, 70, 200])
     refused("cu_seqlens of queries and keys differ", parallel_nsa, q, k, v, gate, cu_seqlens=ends)
     refused("no head_first, got True.*transpose", parallel_nsa, q, k, v, gate, head_first=True)
+    blocks = torch.zeros(1, 200, 2, 3, dtype=torch.int32)
+    sides = "block_size is 192; .* power of two from 4 to 128, or a multiple of 128"
+    refused(sides, parallel_nsa, q, k, v, block_indices=blocks, block_size=192)
+    layout = r"block_indices is \[1, 2, 200, 3\]; it must be \[1, 200, 2, n\]"
+    refused(layout, parallel_nsa, q, k, v, block_indices=blocks.transpose(1, 2))
+    layout = r"block_counts is \[1, 2, 200\]; it must be \[1, 200, 2\]"
+    refused(layout, parallel_nsa, q, k, v, block_indices=blocks, block_counts=counts.mT)
+
+
+def test_blocks_may_be_longer_than_the_keys() -> None:
+    q, k, v = (x[None] for x in packed())
+    blocks = torch.tensor([0, 1]).expand(1, 200, 2, 2)
+    out = parallel_nsa(q, k, v, block_indices=blocks, block_size=1 << 30)
+    same(out, parallel_nsa(q, k, v, block_indices=blocks, block_size=128))
 
 
 def test_fla_in_a_compiled_graph_of_no_batch_items_and_with_the_last_argument_of_before() -> None:
@@ -172,6 +186,8 @@ def test_fla_in_a_compiled_graph_of_no_batch_items_and_with_the_last_argument_of
     compiled = torch.compile(chosen, backend="eager", fullgraph=True)
     assert torch.equal(compiled(q, k, v, gate), parallel_nsa(q, k, v, gate, **options))
     assert chosen(q[:0], k[:0], v[:0], gate[:0]).shape == (0, 200, 4, 8)
+    blocks = torch.zeros(0, 200, 2, 3, dtype=torch.int32)
+    assert parallel_nsa(q[:0], k[:0], v[:0], block_indices=blocks).shape == (0, 200, 4, 8)
 
 
 def rows_of(q2k: Tensor, side: int, ends_q: Tensor, ends_k: Tensor) -> tuple[Tensor, Tensor]:
@@ -252,6 +268,8 @@ def test_what_msa_refuses() -> None:
         "return_temperature_lse", sparse_atten_func, q, k, v, *csr, 4, **options, return_temperature_lse=True
     )
     refused("need 15 or more", sparse_atten_func, q, k, v, *csr, 4, **options | {"blk_kv": 16})
+    beyond = "queries after its 5 blocks of 64 keys.*build_k2q_csr"
+    refused(beyond, sparse_atten_func, q, k, v, *csr, 4, **options | {"blk_kv": 64})
     with pytest.raises(ImportError, match="attention_paged"):
         from sparsek.integrations.selected import sparse_decode_atten_func  # noqa: F401
 
@@ -335,6 +353,7 @@ def test_flash_moba(side: int, heads: int) -> None:
     same_gradients(out, wanted, leaves)
     refused("no causal=False.*TokenLists", flash_moba_varlen_func, *leaves, ends, ends, 1, 1, side, 2, False)
     refused("moba_chunk_size is 48", flash_moba_varlen_func, *leaves, ends, ends, 1, 1, 48, 2)
+    refused("cu_seqlens_q must be a dense", flash_moba_varlen_func, *leaves, None, None, 1, 1, side, 2)
 
 
 def test_entries_that_do_not_exist_are_left_out() -> None:
