@@ -420,6 +420,9 @@ AMPERE: dict[int, tuple[Config, ...]] = {
 # TFLOPS of each table over all products, padding included, with every SM busy: 128 from three records of an H200
 # (2026-11-22), 256 from one (2026-11-23), 64 guessed.
 RATES = {64: 450.0, 128: 540.0, 256: 445.0}
+# The time of masks by members over that of others, beside hopper.attention_bwd: a block that all tokens see has as many
+# visits as there are query tiles (nine masks of an H200, 2026-11-29: it took 1.4 to 2.3 times as long).
+MEMBERS = 2.0
 
 
 def _shared(p: AttentionGradProblem, c: Config) -> int:
@@ -464,6 +467,7 @@ class PortableAttentionGrad(common.PortableKernel):
             steps = p.visited * (bk // k.rows * (bq // k.step) + bq // q.rows * (bk // q.step))
             return 1e-3 * (sum(programs) + steps)
         rate = 1e12 * RATES[common.table_of(p)] * p.card.sustained(p.dtype) / 690.0
+        rate /= MEMBERS if p.members else 1.0
         d, dv = padded(p.dim), padded(p.v_dim)
         block = 2.0 * p.block[0] * p.block[1] * ((5 if c.apart else 4) * d + 3 * dv)
         resident = p.card.sm_count * (1 if min(c.keys.rows, c.queries.rows) >= 128 else 2)

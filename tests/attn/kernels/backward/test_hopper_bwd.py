@@ -165,8 +165,13 @@ def test_members_of_a_tile_are_taken_by_half_tiles() -> None:
     assert KERNEL.default(problem(**sizes)).block == (64, 128)
     assert KERNEL.default(problem(64, **sizes)).block == (128, 128)
     assert KERNEL.default(problem(member_ends=True, **sizes)).block == (128, 128)
-    sizes["block"] = 8, 64
-    assert KERNEL.default(problem(deterministic=False, **sizes)).block == (128, 64)
+    sizes["block"] = 8, 64  # in pairs, in order too
+    c = KERNEL.default(problem(**sizes))
+    assert (c.block, c.paired, c.halves) == ((64, 128), True, 2)
+    assert KERNEL.why_not(problem(**sizes)) == []
+    ends = problem(member_ends=True, deterministic=False, **sizes)
+    assert KERNEL.default(ends).block == (128, 64)
+    assert "is faster in order" in KERNEL.why_not(replace(ends, deterministic=True))[0]
 
 
 @pytest.mark.parametrize(("bk", "dim"), [(128, 128), (128, 64), (64, 128)])
