@@ -132,8 +132,8 @@ class Regrown(nn.Module):
                 The ranks of DistributedDataParallel, which all call this, store the blocks that rank 0 draws.
 
         Raises:
-            InvalidInput: For arguments outside these ranges, for "gradient" without a recorded one, and as
-                `set_pattern`.
+            InvalidInput: For arguments outside these ranges, for "gradient" without a recorded one, or with NaN or Inf
+                in it, and as `set_pattern`.
         """
         arguments.one_of("by", by, ("gradient", "random"))
         if generator is not None and not isinstance(generator, torch.Generator):
@@ -147,12 +147,13 @@ class Regrown(nn.Module):
         else:
             count = arguments.integer("blocks", blocks)
         with torch.no_grad():
-            stored = _mask(pattern)
-            change(
-                self,
-                _grown(self, pattern, stored, min(count, cells - pattern.nnzb), by, generator),
-                optimizer,
-            )
+            stored, scores = _mask(pattern), _scores(self, pattern, by, generator)
+            if not bool(_are_finite(scores)):
+                raise InvalidInput(
+                    "the recorded gradient has NaN or Inf, as that of a step that a GradScaler skips; record that of "
+                    "another step"
+                )
+            change(self, _grown(scores, stored, min(count, cells - pattern.nnzb)), optimizer)
         _GRADIENTS.pop(self, None)
         return self
 
@@ -239,17 +240,22 @@ def swap(
 ) -> None:
     """Store `count` blocks: those of largest norm, and `new` ones by `grow_`, which may be of those left out.
 
-    `new` None: `count` of largest norm, and the `count` of largest gradients.
+    `new` None: `count` of largest norm, and the `count` of largest gradients. Where gradients have NaN or Inf, those of
+    largest norm alone.
     """
     values, pattern = ready(layer)
     with torch.no_grad():
         cells = pattern.grid[0] * pattern.grid[1]
-        kept = min(count - (new or 0), pattern.nnzb)
-        stored = _largest(_norms(values, pattern).view(1, -1), kept).view(pattern.grid)
-        if new is None:
-            stored |= _grown(layer, pattern, torch.zeros_like(stored), count, by, generator)
-        elif new:
-            stored = _grown(layer, pattern, stored, min(new, cells - kept), by, generator)
+        norms = _norms(values, pattern).view(1, -1)
+        stored = _largest(norms, min(count, pattern.nnzb)).view(pattern.grid)
+        if new != 0:
+            scores = _scores(layer, pattern, by, generator)
+            if new is None:
+                grown = stored | _grown(scores, torch.zeros_like(stored), count)
+            else:
+                kept = min(count - new, pattern.nnzb)
+                grown = _grown(scores, _largest(norms, kept).view(pattern.grid), min(new, cells - kept))
+            stored = torch.where(_are_finite(scores), grown, stored)
         change(layer, stored, optimizer)
     _GRADIENTS.pop(layer, None)
 
@@ -262,38 +268,42 @@ def _norms(values: Tensor, pattern: BlockPattern) -> Tensor:
     return grid.index_copy_(0, _cells(pattern), norms).view(pattern.grid)
 
 
-def _grown(
-    layer: Any,
-    pattern: BlockPattern,
-    stored: Tensor,
-    count: int,
-    by: str,
-    generator: torch.Generator | None,
-) -> Tensor:
-    """A mask of the stored blocks and of `count` more: see `Regrown.grow_`. No sync.
+def _scores(layer: Any, pattern: BlockPattern, by: str, generator: torch.Generator | None) -> Tensor:
+    """What decides which blocks are stored next, the largest first: see `Regrown.grow_`. [Mb * Kb]. No sync.
 
-    Under DistributedDataParallel and FSDP2 all ranks take the blocks of rank 0, by the sum of their gradients.
+    Under DistributedDataParallel and FSDP2 all ranks have those of rank 0, of the sum of their gradients.
     """
     ranks = ranks_of(layer)
     if by == "random":
-        scores = torch.rand(stored.numel(), dtype=torch.float32, device=stored.device, generator=generator)
+        cells = pattern.grid[0] * pattern.grid[1]
+        scores = torch.rand(cells, dtype=torch.float32, device=pattern.device, generator=generator)
     else:
         gradient = _GRADIENTS.get(layer)
         if gradient is None and ranks:  # the backward pass of this rank had no part of it
             kind = torch.promote_types(layer.values.dtype, torch.float32)
-            gradient = torch.zeros(pattern.shape, dtype=kind, device=stored.device)
+            gradient = torch.zeros(pattern.shape, dtype=kind, device=pattern.device)
         if gradient is None:
             raise InvalidInput(
                 "no gradient of all blocks of this layer is recorded; compute a loss and its backward pass under "
                 '`with sk.nn.dense_gradients(model):`, not compiled, or grow by="random"'
             )
-        gradient = gradient.to(stored.device)
+        gradient = gradient.to(pattern.device)
         for group in ranks:
             dist.reduce(gradient, group=group, group_dst=0)
         scores = _block_norms(gradient, pattern)
     of_first(scores, ranks)
+    return scores
+
+
+def _are_finite(scores: Tensor) -> Tensor:
+    """Whether scores are of finite gradients. No sync."""
+    return scores.isfinite().all()
+
+
+def _grown(scores: Tensor, stored: Tensor, count: int) -> Tensor:
+    """A mask of the stored blocks and of the `count` others of largest scores. No sync."""
     free = scores.view(1, -1).masked_fill(stored.view(1, -1), -1)
-    return _largest(free, count).view(pattern.grid) | stored
+    return _largest(free, count).view(stored.shape) | stored
 
 
 def _block_norms(dense: Tensor, pattern: BlockPattern) -> Tensor:

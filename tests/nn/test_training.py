@@ -89,6 +89,30 @@ def test_a_swap_drops_the_smallest_and_takes_the_largest_gradients() -> None:
     assert made.weight.nnzb == count
 
 
+@pytest.mark.parametrize("kind", ["swapped", "keep", "union"])
+def test_gradients_with_nan_or_inf_choose_no_blocks(kind: str) -> None:
+    """A GradScaler skips such a step of the optimizer, and a loop then calls the schedule all the same."""
+    made = layer()
+    before, cells = made.pattern, made.pattern.grid[0] * made.pattern.grid[1]
+    keep = (before.nnzb - 2) / cells
+    options: dict[str, dict[str, Any]] = {
+        "swapped": {"swapped": 0.5},
+        "keep": {"keep": keep, "swapped": 0.5},
+        "union": {"keep": keep, "by": "union"},
+    }
+    schedule = sk.nn.PatternSchedule(made, end=9, every=2, **options[kind])
+    for wrong in (torch.inf, torch.nan):
+        with schedule.gradients():
+            (made(data(0)[0]).sum() * wrong).backward()
+        assert schedule.step() or wrong is torch.nan
+        assert made.pattern.same_as(before)
+        with sk.nn.dense_gradients(made):
+            (made(data(0)[0]).sum() * wrong).backward()
+        with pytest.raises(InvalidInput, match="NaN or Inf"):
+            made.grow_(2)
+        assert made.pattern.same_as(before)
+
+
 def test_wrong_schedules_are_refused() -> None:
     for name, bad in (("end", 0), ("every", 0), ("begin", 0), ("keep", 2), ("swapped", -1), ("by", "x")):
         with pytest.raises(InvalidInput, match=name):
