@@ -90,7 +90,8 @@ def choose_again(layer: Any, scores: Tensor | None, optimizer: torch.optim.Optim
         check()
     old = layer.metadata.clone()
     kept, pruned = parts["values"]
-    new = two_four.pack(_elements(kept, pruned, old) if cells is None else cells.to(old.device))[1]
+    wanted, mask = (_elements(kept, pruned, old), None) if cells is None else (cells, _best_two(cells))
+    new = two_four.pack(wanted, mask)[1].to(old.device)
     of_first(new, ranks)
     for kept, pruned in parts.values():
         every = _elements(kept, pruned, old)
@@ -149,6 +150,13 @@ def _cells(layer: Any, dense: Any) -> Tensor:
         return dense
     tiles = tiles_of(dense, pattern.block).transpose(1, 2)
     return tiles[pattern.block_rows.long(), pattern.indices.long()]
+
+
+def _best_two(scores: Tensor) -> Tensor:
+    """The mask of the two largest of every four neighbours; of equal ones, and of NaN, the lower columns. No sync."""
+    by_group = two_four.groups(scores)
+    best = by_group.argsort(dim=-1, descending=True, stable=True)[..., :2]
+    return torch.zeros_like(by_group, dtype=torch.bool).scatter(-1, best, True).flatten(-2)
 
 
 def _elements(kept: Tensor | None, pruned: Tensor | None, meta: Tensor) -> Tensor:

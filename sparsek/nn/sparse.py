@@ -379,7 +379,8 @@ class SparseLinear(IndexedLayer):
         Under FSDP2 and DistributedDataParallel all ranks call it together, and take the choice of the first.
 
         Args:
-            scores: [out_features, in_features]; by default the magnitudes of the weight with its pruned elements.
+            scores: [out_features, in_features]. The largest are chosen, and negative ones are least. By default they
+                are the magnitudes of the weight with its pruned elements.
             optimizer: Its state for `values` and `pruned`, for example Adam's moments, moves along.
 
         Raises:
