@@ -74,9 +74,10 @@ SAVED: ContextVar[tuple[nn.Module, ...]] = ContextVar("saved", default=())
 
 def guard() -> Tensor:
     """What a checkpoint has as the `weight` of a sparse layer. It fits no dense layer: loaders that know nothing of
-    SparseK find that sizes mismatch, where missing names alone would only be a warning.
+    SparseK find that sizes mismatch, where missing names alone would only be a warning. It has memory of its own: of
+    tensors in one place, or in none, accelerate saves the first alone.
     """
-    return torch.empty(0, dtype=torch.uint8, device="cpu")
+    return torch.empty(1, dtype=torch.uint8, device="cpu")[:0]
 
 
 def unguarded(state: Mapping[str, Any], prefix: str) -> Mapping[str, Any]:

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
 from torch import nn
 
 import sparsek as sk
@@ -362,6 +363,9 @@ def test_accelerate_loads_the_files_and_saves_guarded_ones(saved: Path, tmp_path
         with pytest.raises((ValueError, RuntimeError)):
             accelerate.load_checkpoint_and_dispatch(dense, saved, **options)
         accelerate.Accelerator(cpu=True).save_model(model, tmp_path / "accelerate")
+        with safe_open(tmp_path / "accelerate" / "model.safetensors", framework="pt") as file:
+            guards = {name for name in file.keys() if file.get_slice(name).get_shape() == [0]}  # noqa: SIM118
+        assert guards == {f"{name}.weight" for name in description.describe(model)}
         with pytest.raises(RuntimeError, match="size mismatch"):
             accelerate.load_checkpoint_in_model(llama(), tmp_path / "accelerate")
 
