@@ -64,7 +64,7 @@ from sparsek.models.passes import (
 from sparsek.models.quality import copied, seconds_of
 from sparsek.models.report import LayerRow, Measured, ModelReport, detail_of, picture_of
 from sparsek.models.scores import Moments
-from sparsek.models.sparsify import check_model
+from sparsek.models.sparsify import check_matches, check_model, layers_of
 from sparsek.models.stream import DENSE, PRUNED, Stack, State, Stream, is_in
 from sparsek.models.units import free_units
 from sparsek.nn.experts import PackedLinear, repacked, routes_of
@@ -142,7 +142,8 @@ def prune(
         GPU it has the measured times of the repeated blocks, dense and pruned.
 
     Raises:
-        InvalidInput: For arguments that do not fit, a folder of another run, and a `speedup` that no choice reaches.
+        InvalidInput: For arguments that do not fit, a rule that matches no layer, a folder of another run, and a
+            `speedup` that no choice reaches.
         InvalidFile: For damaged files in the folder.
 
     Examples:
@@ -153,6 +154,7 @@ def prune(
     """
     check_model(model, filter_fn, "prune")
     check_rules(config)
+    check_matches(config, layers_of(model))
     arguments.one_of("method", method, scores.METHODS)
     arguments.one_of("budget", budget, scores.BUDGETS)
     if reconstruct is not None:

@@ -128,14 +128,9 @@ def sparsify_(
     tokens = arguments.integer("tokens", tokens, 1, INT32_MAX)
     (batch,) = [((), {})] if measure is None else batches_of([measure], "measure")
     target = wanted_card(card)
-    layers = dict(_layers(model))
+    layers = layers_of(model)
+    check_matches(config, layers)
     wanted = {name: config_for(config, name, layer) for name, layer in layers.items() if is_linear(layer)}
-    if isinstance(config, Mapping):
-        for rule in config:
-            by_place = isinstance(rule, (str, type))  # predicates are called with linear layers only
-            if not any(matches(rule, name, layers[name]) for name in (layers if by_place else wanted)):
-                shown = repr(rule) if isinstance(rule, str) else arguments.shown(rule)
-                raise InvalidInput(f"the rule for {shown} matches no layer; layers are {_some(layers)}")
     planner = Auto.of(config, max_error, speedup, target, tokens, next(model.parameters(), None))
     target = target if planner is None else planner.card
     facts, rows, configs = Facts(model), [], {}
@@ -375,8 +370,21 @@ def kept_norm(weight: Any, dense: Tensor) -> float:
     return min(1.0, kept)  # FP8 may round up
 
 
-def _layers(model: nn.Module) -> Any:
-    """The names and modules that have a weight matrix of their own."""
+def check_matches(config: Any, layers: Mapping[str, Any]) -> None:
+    """InvalidInput for a rule that matches no layer."""
+    for rule in config if isinstance(config, Mapping) else ():
+        by_place = isinstance(rule, (str, type))  # predicates are called with linear layers only
+        if not any(matches(rule, name, x) for name, x in layers.items() if by_place or is_linear(x)):
+            shown = repr(rule) if isinstance(rule, str) else arguments.shown(rule)
+            raise InvalidInput(f"the rule for {shown} matches no layer; layers are {_some(layers)}")
+
+
+def layers_of(model: nn.Module) -> dict[str, Any]:
+    """The modules that have a weight matrix of their own, by name."""
+    return dict(_layers(model))
+
+
+def _layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
     for name, layer in model.named_modules(remove_duplicate=False):
         packed = packed_names(layer)
         if packed:

@@ -482,7 +482,7 @@ def made_for_inference() -> nn.Module:
         ({"config": {}}, "config is {}"),
         ({"config": {3: HALF}}, "a rule is for 3"),
         ({"config": {"a": 3}}, "the rule for 'a' is 3"),
-        ({"config": {"nothing*": HALF}}, "no layer to prune"),
+        ({"config": {"embed": HALF}}, "no layer to prune"),
         ({"config": sk.BlockSparse(128)}, "less than a block of 128x128"),
         ({"model": nn.Linear(32, 32)}, "model is itself a Linear"),
         ({"method": "best"}, "method is 'best'"),
@@ -509,6 +509,8 @@ def made_for_inference() -> nn.Module:
         ({"model": Model().to("meta")}, "meta device"),
         ({"model": nn.Sequential(nn.LazyLinear(32), nn.Linear(32, 32))}, "0.weight has no values yet"),
         ({"model": made_for_inference()}, "inference_mode; make or copy"),
+        ({"config": {"*.upp": HALF, "*": HALF}}, r"the rule for '\*\.upp' matches no layer; layers are "),
+        ({"config": {nn.Conv2d: None, "*": HALF}}, "Conv2d.* matches no layer"),
     ],
 )
 def test_odd_arguments_are_refused(change: dict[str, Any], message: str):

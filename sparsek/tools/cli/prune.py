@@ -27,9 +27,9 @@ from sparsek.files.tensor_file import opened
 from sparsek.models import prune as pruning
 from sparsek.models import quality, scores, stream
 from sparsek.models.checkpoint import weight_files
-from sparsek.models.config import AUTO, BlockSemiSparse, BlockSparse, Float8, SemiSparse, matches
-from sparsek.models.layer import linear_layers
+from sparsek.models.config import AUTO, BlockSemiSparse, BlockSparse, Float8, SemiSparse
 from sparsek.models.report import ModelReport, Quality
+from sparsek.models.sparsify import check_matches, layers_of
 from sparsek.products.ops.weight_formats import FORMATS, FP8
 from sparsek.tools.cli.options import Keep
 
@@ -141,7 +141,7 @@ def prune(
     if held_out is None:
         texts, held_out = _split(texts, calib)
     found, tokenizer, task = _loaded(model)
-    _check_globs(found, rule or [])
+    check_matches(rules, layers_of(found))
     _check_words(tokenizer, texts, model)
     data = _Data(tokenizer, task, min(length, _longest(found, tokenizer)), batch)
     for path, those in ((calib, texts), (evaluate or calib, held_out)):
@@ -252,16 +252,6 @@ def _rules(config: str, given: Sequence[str], keep: float, block: str) -> Any:
     if not rules and whole is None:
         raise InvalidInput("--config dense leaves all layers as they are; add a --rule for some of them")
     return {**rules, "*": whole} if rules else whole
-
-
-def _check_globs(model: Any, given: Sequence[str]) -> None:
-    for each in given:
-        glob = each.rpartition("=")[0]
-        linear = dict(linear_layers(model))
-        if not any(matches(glob, name, layer) for name, layer in linear.items()):
-            raise InvalidInput(
-                f"--rule {each!r} matches no layer; layers are {', '.join([*linear][:5])} and others"
-            )
 
 
 def _check_words(tokenizer: Any, texts: Sequence[Text], path: Path) -> None:

@@ -202,7 +202,10 @@ def test_a_run_that_was_ended_goes_on_to_the_same_bytes(
         (["--config", "auto"], "give max_error="),
         (["--rule", "*.mlp.*"], "write GLOB=CONFIG"),
         (["--rule", "*.up=bsr", "--rule", "*.up=dense"], "there is a rule for '*.up' already"),
-        (["--rule", "*.nothing=bsr"], "matches no layer; layers are model.layers.0.self_attn.q_proj"),
+        (
+            ["--rule", "*.nothing=bsr"],
+            "matches no layer; layers are model.embed_tokens, model.layers.0.self_attn.q_proj",
+        ),
         (["--method", "best"], "--method is 'best'"),
         (["--reconstruct", "all"], "--reconstruct is 'all'"),
         (["--samples", "0"], "--samples is 0; it must be an int of at least 1"),
