@@ -351,7 +351,9 @@ class Slot:
             )
         broken = [f"--deselect={test}" for test, sound in list(self.run.sound.items()) if not sound]
         marked = "gpu" if self.run.gpu else "not gpu"
-        arguments = ["-x", "-q", "-m", marked, "-p", "no:cacheprovider", "--tb=line", *broken, *tests]
+        # pytest-benchmark warns where it finds the variable of a worker, and a warning is an error.
+        arguments = ["-x", "-q", "-m", marked, "-p", "no:cacheprovider", "-p", "no:benchmark", "--tb=line"]
+        arguments += [*broken, *tests]
         given = {
             "arguments": arguments,
             "hang": self.run.hang,
