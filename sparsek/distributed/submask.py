@@ -41,10 +41,13 @@ def submask(
         q_len: Queries of the result, at most as many as the longest of `tiles` has.
         kv_len: Keys of the result.
         device: Where the result is made.
-        exact: Whether calls with the result have the order of sums of calls with the whole mask.
+        exact: Whether calls with the result have the order of sums of calls with the whole mask, once its `sizes` are
+            exact.
         dq: With `exact`, whether dQ has it too.
         ends: Whether queries see a window and sinks at the ends of their intervals. False leaves those of members out.
     """
+    if exact:
+        mask.verify(wait=True)  # sizes cut tiles, and are bounds until they are read
     bq, (whole_tiles, columns), host = mask.block[0], mask.grid, mask.host
     groups, rows = mask.batch * mask.heads, -(-q_len // bq)
     place = np.full((groups, columns), -1, np.int64)

@@ -122,7 +122,9 @@ def lists_of_tokens(n: int, device: str) -> sk.BlockMask:
     draw = torch.Generator().manual_seed(0)
     chosen = torch.randint(-1, n // 64, (1, 2, n, 3), generator=draw, dtype=torch.int32)
     chosen[:, :, : n // 2] //= 8  # so that ranks see blocks whose neighbour they do not
-    return sk.TokenLists(chosen.to(device), 64).mask_for(q, k)
+    mask = sk.TokenLists(chosen.to(device), 64).mask_for(q, k)
+    mask.verify(wait=True)  # tiles are cut by its sizes, which are bounds until they are read
+    return mask
 
 
 MANY: dict[str, Any] = {
