@@ -139,8 +139,8 @@ def attention(
         exact: With "gather" and "both": visit blocks in the order of one process, in one piece, and compute dK and dV
             of a key where it is owned, from all queries that see it, for more bytes and time. With "heads" always so.
             Plans then follow that of one process, and on a GPU out, lse and gradients have its bits; `plan.explain()`
-            reports when not. One process plans by bounds until it knows the sizes of a mask that a GPU made, as after
-            `mask.verify(wait=True)`.
+            reports when not. One process plans by bounds until the host has the sizes of a mask that a GPU made, as
+            after `mask.verify(wait=True)`.
         check: Whether ranks first compare their calls, so that if one refuses, all do. One small collective that the
             host waits for, and another one where the mask is chosen in this call. With False an error on one rank
             leaves the others waiting until their process group's timeout.
