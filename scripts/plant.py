@@ -241,6 +241,8 @@ def watched(child: int, read: int, hang: float, limit: float) -> dict[str, Any]:
         with contextlib.suppress(ProcessLookupError):
             kill(child, signal.SIGKILL)
     code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    if code == 3 and not test:
+        code = BROKEN  # pytest itself had an error
     outcome = "failed" if failed else ended or {0: "passed", 4: "none", 5: "none"}.get(code, "failed")
     return {"outcome": outcome, "test": failed or test, "code": code, "seconds": time.monotonic() - began}
 

@@ -242,6 +242,7 @@ def model_rows(tell: Tell, device: torch.device, case: MeshModelCase, rounds: in
         for block in (*whole.blocks, *split.blocks):
             block.compile(dynamic=False)
     calls = {"mesh": call_of(case, split, ids), ONE: call_of(case, whole, ids) if rank == 0 else lambda: None}
+    eager = calls["mesh"]
     if rank:
         del whole
     if case.mode == "graph" and device.type == "cuda":
@@ -251,10 +252,10 @@ def model_rows(tell: Tell, device: torch.device, case: MeshModelCase, rounds: in
     samples = rounds_of(tell, calls, device, rounds)
     host_ms, one_host_ms = (queued(calls[name], device) for name in ("mesh", ONE))
     ran: list[str] = []
-    if rank == 0:
-        ran.extend(executed_by(calls["mesh"]))
+    if rank == 0:  # a replay executes none of the functions that it repeats
+        ran.extend(executed_by(eager))
     else:
-        calls["mesh"]()
+        eager()
     wait(device)
     together()
     found = {"gate": gate, "samples": samples, "ran": ran}
