@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 
-from tests.house.tools import ROOT, need, run, tree
+from tests.house.tools import PYRIGHT, ROOT, need, run, tree
 
 CODE = ("sparsek", "sparsek_bench", "tests", "scripts", "benchmarks", "examples")
 TEXT = (".py", ".md", ".toml", ".txt", ".sh", ".cu", ".json", ".jsonl", "Makefile", "run")
@@ -34,7 +34,7 @@ def test_the_code_is_formatted() -> None:
 
 def test_types_hold() -> None:
     need("pyright")
-    done = run(sys.executable, "-m", "pyright", "--pythonpath", sys.executable, "--warnings")
+    done = run(sys.executable, "-m", "pyright", "--pythonpath", sys.executable, "--warnings", env=PYRIGHT)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
