@@ -12,12 +12,11 @@ from tests.house.tools import ROOT
 
 # Test files that multiply, start a process, one that is not traced, and one that is forked.
 SCRIPT = """
-import os, subprocess, sys, tempfile
+import os, subprocess, sys, tempfile, torch
 from pathlib import Path
 from tests.evidence import trace
 current = trace.begin(Path(sys.argv[1]))
 current.to("tests/test_one.py")
-import torch
 import sparsek as sk
 from sparsek.core import arguments
 from sparsek_bench.engine.case import shape_name
