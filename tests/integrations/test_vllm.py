@@ -6,6 +6,7 @@ import json
 import logging
 import pickle
 import sys
+from collections.abc import Iterator
 from enum import Enum
 from itertools import pairwise
 from pathlib import Path
@@ -317,14 +318,36 @@ class Registry(ModuleType):
             self.made[backend.name] = class_path
 
 
+class Kept(logging.Handler):
+    """Keeps the records of a logger."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.records: list[logging.LogRecord] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.records.append(record)
+
+
 @pytest.fixture
-def warned(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> Any:
+def logged() -> Iterator[list[logging.LogRecord]]:
+    """What the plugin has logged in this test; pytest's own plugin for it is off (pyproject.toml)."""
+    log, kept = logging.getLogger("vllm.sparsek"), Kept()
+    level = log.level
+    log.addHandler(kept)
+    log.setLevel(logging.INFO)
+    yield kept.records
+    log.setLevel(level)
+    log.removeHandler(kept)
+
+
+@pytest.fixture
+def warned(logged: list[logging.LogRecord], monkeypatch: pytest.MonkeyPatch) -> Any:
     """The warnings so far, in a process that has warned of nothing before."""
     plugin._warn.cache_clear()
     monkeypatch.delenv(VARIABLE, raising=False)
     monkeypatch.delenv("SPARSEK_VLLM_CPU", raising=False)
-    caplog.set_level(logging.INFO, "vllm.sparsek")
-    return lambda: [each.getMessage() for each in caplog.records if each.levelno == logging.WARNING]
+    return lambda: [each.getMessage() for each in logged if each.levelno == logging.WARNING]
 
 
 def stand_in(monkeypatch: pytest.MonkeyPatch, registry: Any) -> None:
@@ -468,12 +491,11 @@ WINDOWED = {
 
 
 def test_the_classes_as_an_engine_uses_them(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    monkeypatch: pytest.MonkeyPatch, logged: list[logging.LogRecord]
 ) -> None:
-    caplog.set_level(logging.INFO, "vllm.sparsek")
     given = {**LAYERS, "model.layers.2.attn": {"sliding_window": 30}}
     made = engine(monkeypatch, given, (4, 2), 16, SCALE, additional_config={"sparsek": WINDOWED})
-    (line,) = caplog.messages
+    (line,) = (each.getMessage() for each in logged)
     assert line.startswith("SPARSEK: 3 layers; chunks of prompts in 1 by MaskPolicy(window=20, sinks=5, ")
     batch = drawn(NEW, OLD)
     spans = made.builder.build(0, batch.common())
@@ -489,11 +511,10 @@ def test_the_classes_as_an_engine_uses_them(
     assert [each.name for each in made.backend.supported_kv_cache_layouts()][0] == "LBHNC"
 
 
-def test_one_line_for_an_engine(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_one_line_for_an_engine(monkeypatch: pytest.MonkeyPatch, logged: list[logging.LogRecord]) -> None:
     """Not one for each group of layers, nor for each GPU that shares a layer."""
-    caplog.set_level(logging.INFO, "vllm.sparsek")
     made = engine(monkeypatch, LAYERS, (4, 2), 16, SCALE)
-    assert caplog.messages == [
+    assert [each.getMessage() for each in logged] == [
         "SPARSEK: 3 layers, all dense: neither SPARSEK_VLLM nor additional_config['sparsek'] names a policy"
     ]
     builder = made.builder
@@ -501,7 +522,7 @@ def test_one_line_for_an_engine(monkeypatch: pytest.MonkeyPatch, caplog: pytest.
     for rank, lines in ((1, 1), (2, 2)):
         shared = SimpleNamespace(rank=rank, tensor_parallel_size=2)
         engine(monkeypatch, LAYERS, (4, 2), 16, SCALE, parallel_config=shared)
-        assert len(caplog.messages) == lines
+        assert len(logged) == lines
 
 
 @pytest.mark.parametrize(
