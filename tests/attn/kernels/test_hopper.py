@@ -48,7 +48,7 @@ FIELDS: dict[Any, dict[str, st.SearchStrategy[Any]]] = {
     bwd: MEMBERS | {
         "dim": SIDES, "v_dim": SIDES, "block": BLOCK, "halves": HALVES, "stages": st.integers(2, 8),
         "dq_slots": st.integers(1, 4), "sums": st.integers(0, 4), "queries": st.sampled_from((64, 128)),
-        **dict.fromkeys(("interval", "bits", "softcap", "alibi", "parts"), st.booleans()),
+        **dict.fromkeys(("interval", "bits", "softcap", "alibi", "parts", "paired"), st.booleans()),
     },
     wide: MEMBERS | {
         "dim": WIDE_SIDES, "v_dim": WIDE_SIDES, "block": BLOCK, "stages": st.integers(2, 8), "v_slots": HALVES,
