@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -72,8 +73,8 @@ def captured(
 ) -> tuple[Callable[[], None], tuple[Any, ...]]:
     """A replay of all calls, one after another, in one CUDA graph, and the result of each that it writes.
 
-    The calls run once before, on the stream of the capture: what they make on first use is there then.
-    Raises RuntimeError if one of them cannot be captured.
+    The calls run once before, on the stream of the capture: what they make on first use is there then. The replay has
+    them, so that what they hold stays, as the state of an optimizer. Raises RuntimeError if one cannot be captured.
     """
     stream = torch.cuda.Stream(device)
     stream.wait_stream(torch.cuda.current_stream(device))
@@ -84,7 +85,11 @@ def captured(
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=stream):
         results = tuple(call() for call in calls)
-    return graph.replay, results
+    return partial(_replay, graph, calls), results
+
+
+def _replay(graph: torch.cuda.CUDAGraph, calls: Sequence[Callable[[], Any]]) -> None:
+    graph.replay()
 
 
 def measure(

@@ -1,5 +1,6 @@
 """Products on a GPU: their peers are set up, are right, and are measured in the same rounds; graphs and MLPs too."""
 
+import weakref
 from dataclasses import replace
 from typing import Any
 
@@ -75,6 +76,9 @@ def test_a_graph_holds_every_call_and_rewrites_its_results() -> None:
     replay, results = captured([lambda x=x: x + 1 for x in sources], device)
     for source in sources:
         source.add_(10)
+    held = [weakref.ref(source) for source in sources]
+    del source, sources
+    assert all(each() is not None for each in held)  # the graph reads them
     replay()
     torch.cuda.synchronize()
     assert [float(result[0]) for result in results] == [11.0, 12.0, 13.0]
