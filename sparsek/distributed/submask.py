@@ -42,7 +42,7 @@ def submask(
         kv_len: Keys of the result.
         device: Where the result is made.
         exact: Whether calls with the result have the order of sums of calls with the whole mask, once its `sizes` are
-            exact.
+            exact. Not where lists of tokens have blocks of 64 whose neighbours are cut off.
         dq: With `exact`, whether dQ has it too.
         ends: Whether queries see a window and sinks at the ends of their intervals. False leaves those of members out.
     """
@@ -85,7 +85,7 @@ def submask(
         bits=there(bits), sizes=sizes, pure=mask.pure,
         label=f"part of {mask.label or 'blocks'}", members=members,
     )  # fmt: skip
-    if exact:
+    if exact and (members is None or mask.block[1] != 64 or _in_pairs(place)):
         tile = np.full((groups, whole_tiles), -1, np.int64)
         for group, kept in enumerate(tiles):
             tile[group, kept] = np.arange(kept.size)
@@ -93,6 +93,15 @@ def submask(
         within = MaskPart.of(mask) or MaskPart(on(mask, device))
         part._memo[PART] = replace(within, **places, dq=dq)
     return part
+
+
+def _in_pairs(place: np.ndarray) -> bool:
+    """Whether kept blocks 2 i and 2 i + 1 stand beside each other at an even place, as kernels take them."""
+    first, second = (
+        np.pad(place, ((0, 0), (0, place.shape[1] % 2)), constant_values=-1)[:, at::2] for at in (0, 1)
+    )
+    beside = (second == first + 1) | ((second < 0) & (first >= 0))
+    return bool(np.where(first < 0, second < 0, (first % 2 == 0) & beside).all())
 
 
 def on(mask: BlockMask, device: torch.device) -> BlockMask:

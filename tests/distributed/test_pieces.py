@@ -78,6 +78,27 @@ def test_a_part_of_a_mask_has_its_elements(name: str) -> None:
         assert torch.equal(found[group] & there, right & there)
 
 
+@pytest.mark.parametrize(
+    ("kept", "ordered"),
+    [
+        ([0, 1, 4, 5], True),
+        ([2, 3, 6], True),
+        ([6], True),
+        ([], True),
+        ([0, 2, 3], False),
+        ([1], False),
+        ([0, 1, 3, 4], False),
+    ],
+)
+def test_blocks_of_64_of_lists_keep_the_order_of_one_process_in_pairs(kept: list[int], ordered: bool) -> None:
+    """Kernels take them in pairs. Other masks keep it in any case."""
+    for mask, right in ((lists_of_tokens(400, "cpu"), ordered), (sk.BlockMask.causal(400, block=64), True)):
+        groups = mask.batch * mask.heads
+        tiles, blocks = [np.arange(mask.grid[0])] * groups, [np.array(kept, np.int64)] * groups
+        part = submask(mask, tiles, blocks, 400, 64 * len(kept), CPU, exact=True)
+        assert (MaskPart.of(part) is not None) == right
+
+
 def test_heads_of_a_mask_have_its_elements() -> None:
     mask = masks()["map of heads of q"]
     found = heads_part(mask, np.array([1, 1, 3]), CPU)
