@@ -75,6 +75,11 @@ def ranges(first: np.ndarray, count: np.ndarray) -> np.ndarray:
     return np.arange(int(count.sum())) + np.repeat(first - before, count)
 
 
+def in_pairs(mask: MaskData) -> bool:
+    """Whether kernels take two neighbouring key blocks together: blocks of 64 of lists of tokens."""
+    return mask.members is not None and mask.block[1] == 64
+
+
 def even_deal(length: int, unit: int, ranks: int) -> Deal:
     """Contiguous shares of as many units for each rank."""
     units = -(-length // unit)

@@ -10,7 +10,7 @@ import torch
 
 from sparsek.attn.mask.mask import BlockMask
 from sparsek.core.errors import InvalidInput
-from sparsek.distributed.deal import Deal, entries_of, ranges
+from sparsek.distributed.deal import Deal, entries_of, in_pairs, ranges
 from sparsek.distributed.exchange import Exchange
 from sparsek.distributed.plan import MeshPlan, once
 from sparsek.distributed.submask import submask
@@ -93,8 +93,7 @@ def _keys_of(
     """The keys of a piece, bool [ranks, groups, blocks]. `ends`: whether windows and sinks are among them."""
     mask, rank, parts = plan.mask, plan._here, plan._parts
     places = needs
-    if exact and mask.members is not None and mask.block[1] == 64:
-        # Kernels take these blocks in pairs: one that is not needed has a place beside one that is.
+    if exact and in_pairs(mask):  # a block that is not needed has a place beside one that is
         pairs = np.pad(needs, ((0, 0), (0, 0), (0, needs.shape[2] % 2))).reshape(*needs.shape[:2], -1, 2)
         places = np.repeat(pairs.any(3), 2, axis=2)[:, :, : needs.shape[2]]
     exchange, length = _gathered(

@@ -16,7 +16,7 @@ from sparsek.attn.mask.token_lists import TokenLists
 from sparsek.core import arguments
 from sparsek.core.errors import InvalidInput
 from sparsek.core.handshake import agreed
-from sparsek.distributed.deal import TOLERANCE, Deal, balanced_deal, even_deal, unit_pairs
+from sparsek.distributed.deal import TOLERANCE, Deal, balanced_deal, even_deal, in_pairs, unit_pairs
 from sparsek.distributed.plan import MeshParts, MeshPlan
 
 WAYS = ("gather", "heads", "both")
@@ -131,7 +131,7 @@ def _of_one(
     tolerance: float,
     owner: Any = None,
 ) -> MeshPlan:
-    unit = max(mask.block) if mask.members is None else 128  # kernels take key blocks of 64 in pairs
+    unit = 128 if in_pairs(mask) else max(mask.block)
     if owner is not None:
         queries = _given_deal(owner, mask.q_len, unit, ranks, how)
     elif how == "gather":

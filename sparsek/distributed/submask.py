@@ -13,7 +13,7 @@ from torch import Tensor
 from sparsek.attn.mask.data import PART, MaskPart
 from sparsek.attn.mask.lists import BlockLists, exact_sizes
 from sparsek.attn.mask.mask import BlockMask
-from sparsek.distributed.deal import ranges
+from sparsek.distributed.deal import in_pairs, ranges
 
 
 def submask(
@@ -85,7 +85,7 @@ def submask(
         bits=there(bits), sizes=sizes, pure=mask.pure,
         label=f"part of {mask.label or 'blocks'}", members=members,
     )  # fmt: skip
-    if exact and (members is None or mask.block[1] != 64 or _in_pairs(place)):
+    if exact and (not in_pairs(mask) or _are_beside(place)):
         tile = np.full((groups, whole_tiles), -1, np.int64)
         for group, kept in enumerate(tiles):
             tile[group, kept] = np.arange(kept.size)
@@ -95,7 +95,7 @@ def submask(
     return part
 
 
-def _in_pairs(place: np.ndarray) -> bool:
+def _are_beside(place: np.ndarray) -> bool:
     """Whether kept blocks 2 i and 2 i + 1 stand beside each other at an even place, as kernels take them."""
     first, second = (
         np.pad(place, ((0, 0), (0, place.shape[1] % 2)), constant_values=-1)[:, at::2] for at in (0, 1)

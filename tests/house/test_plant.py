@@ -2,6 +2,7 @@
 
 import ast
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -179,3 +180,13 @@ def test_a_gpu_runs_a_test_of_each_function_in_turn_and_the_known_one_first() ->
     assert set(found[1:4]) == set(names[11:])
     assert set(names[9:11]) < set(found[4:8])
     assert [name for name in found if "many" in name] != names[:9]
+
+
+@pytest.mark.parametrize(("status", "code"), [(3, plant.BROKEN), (1, 1)])
+def test_a_session_that_pytest_ends_before_a_test_finds_no_fault(status: int, code: int) -> None:
+    """Slot.pytest stops the run then. What a fault breaks on import ends with another status."""
+    read, write = os.pipe()
+    ended = subprocess.Popen([sys.executable, "-c", f"raise SystemExit({status})"], start_new_session=True)
+    os.close(write)
+    assert plant.watched(ended.pid, read, 60, 60)["code"] == code
+    ended.wait()

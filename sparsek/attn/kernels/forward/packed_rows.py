@@ -6,9 +6,8 @@
 `PackedRows(kernel)` is a kernel for all masks: of one by members it plans the packed problem, copies the rows of q, out
 and their gradients, launches, and copies results back. Without `copies` the kernel reads and writes them in place, in
 tiles of half as many tokens where that leaves out steps (`halves_tiles`), and takes key blocks of 64 in pairs. k and v
-stay. Scores that change by the head
-do so by the row: row r % pack of packed head g has the slope and the sink of head g * pack + r % pack, and token
-r // pack its position.
+stay. Scores that change by the head do so by the row: row r % pack of packed head g has the slope and the sink of head
+g * pack + r % pack, and token r // pack its position.
 """
 
 from __future__ import annotations
