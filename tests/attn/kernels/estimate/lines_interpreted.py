@@ -7,6 +7,7 @@ from sparsek.attn.kernels.estimate import cut, line_blocks, probe
 from sparsek.attn.reference import line_blocks as reference
 from sparsek.attn.reference import lines
 from sparsek.attn.reference.line_blocks import BLOCKS, LINES, NEAR, Grid, Head
+from tests.attn.kernels.estimate.line_cases import CORNERS, check_corner
 
 LINE, STREAM, SCORED = Head(LINES, 40, 120), Head(NEAR, 20, 100), Head(BLOCKS, 2, 0)
 
@@ -38,18 +39,9 @@ def test_vertical_slash_keeps_the_blocks_of_the_specification(
         assert right.sum() > 0
 
 
-@pytest.mark.parametrize("distance", [254, 255, 256])
+@pytest.mark.parametrize("distance", CORNERS)
 def test_a_distance_that_meets_a_block_in_its_corner_keeps_it(distance: int):
-    torch.manual_seed(distance)
-    k = torch.randn(1, 1, 448, 16).sign().half()
-    q, grid = k.roll(distance, 2), Grid(448, 448, (64, 64), 0)
-    heads = (Head(LINES, reference.FORCED_KEYS, reference.FORCED_DISTANCES + 1),)
-    ours, right = (
-        each.vertical_slash_blocks(q, k, grid, heads, 64, 2.0) for each in (line_blocks, reference)
-    )
-    assert torch.equal(ours, right)
-    # From queries 320 to 383 to keys 128 to 191 it is 129 to 255.
-    assert right[0, 0, 5, 2] == (distance < 256)
+    check_corner(distance, 16, "cpu")
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from sparsek.attn.kernels.estimate import cut, line_blocks, probe
 from sparsek.attn.reference import line_blocks as reference
 from sparsek.attn.reference import lines
 from sparsek.attn.reference.line_blocks import BLOCKS, LINES, NEAR, Grid, Head
+from tests.attn.kernels.estimate.line_cases import CORNERS, check_corner
 from tests.engine.launch.covering import once
 from tests.engine.launch.portable_code import Code, compiled
 from tests.problems import CARDS
@@ -122,6 +123,12 @@ def test_nearly_all_blocks_are_those_of_the_specification(grid: Grid):
         )
         assert torch.equal(flags.bool(), aware)
         assert (ours != right).sum() <= 0.005 * right.sum() + right.shape[2] * (tau == 0.0) * 4
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("distance", CORNERS)
+def test_a_distance_that_meets_a_block_in_its_corner_keeps_it(distance: int):
+    check_corner(distance, 64, "cuda")
 
 
 @pytest.mark.gpu
