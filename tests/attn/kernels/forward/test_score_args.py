@@ -102,6 +102,22 @@ def test_scores_near_and_far_beyond_the_cap(family: str, cap: float) -> None:
         assert gate.passed, f"scores {size} times as large, seed {seed}: {gate}"
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_distances_of_thousands_are_exact(family: str) -> None:
+    """Queries see the first keys alone: those at their sides would outweigh them."""
+    kernel, draw = load(f"{family}.attention_fwd"), torch.Generator("cuda").manual_seed(fresh())
+    (q, k, v) = (
+        torch.randn(1, 2, length, 64, generator=draw, device="cuda", dtype=torch.float32).to(HALF)
+        for length in (130, 5001, 5001)
+    )
+    seen = torch.zeros(2, 40, dtype=torch.bool, device="cuda")
+    seen[:, :2] = True
+    mask = BlockMask.from_block_map(seen, q_len=130, kv_len=5001, device="cuda")
+    scores = Scores(alibi_slopes=torch.tensor([0.25, 0.02], device="cuda"))
+    gate = check_attention(q, k, v, mask, *attend(kernel, q, k, v, mask, scores=scores), scores=scores)
+    assert gate.passed, gate
+
+
 @pytest.mark.parametrize(("family", "name", "shape", "block"), DRAWN, ids=str)
 def test_gradients(family: str, name: str, shape: str, block: tuple[int, int]) -> None:
     seed = fresh()

@@ -14,7 +14,14 @@ from sparsek.attn.plan.problems import PagedProblem
 from sparsek.core.device import H200
 from sparsek.engine.table import load
 from sparsek.testing.paged_budget import expected_attention_paged
-from tests.attn.kernels.paged.calls import PagedRun, check_alone, check_beyond_windows, paged_problem
+from tests.attn.kernels.paged.calls import (
+    PagedRun,
+    attend_paged,
+    check_alone,
+    check_beyond_windows,
+    hostile,
+    paged_problem,
+)
 from tests.attn.paged_cases import ALIGNED, LISTS, ListForm, PagedCase, drawn_case, drawn_lengths
 from tests.engine.launch.covering import covering, once
 from tests.engine.launch.drawn import fresh
@@ -336,6 +343,13 @@ def test_bad_lengths_and_tables_read_and_write_within_their_tensors(
     made.run()
     torch.cuda.synchronize()
     made.check_canaries(name)
+
+
+@pytest.mark.gpu
+def test_lists_of_any_numbers_write_nothing_beside_out() -> None:
+    inputs = batch(*LISTED, lists=ListForm((128, 128), "kv", 10, True)).make("cuda", seed=fresh())
+    for turn in range(6):
+        attend_paged(KERNEL, hostile(inputs, turn, "lists"))
 
 
 @pytest.mark.gpu

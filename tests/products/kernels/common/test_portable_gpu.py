@@ -10,13 +10,14 @@ import torch
 from torch import Tensor
 
 from sparsek.core import dtypes
+from sparsek.engine import table as kernels
 from sparsek.products.formats.bsr import BSR
 from sparsek.products.formats.random import random_bsr
 from sparsek.products.kernels.sddmm import portable as sddmm
 from sparsek.products.kernels.spgemm import portable as spgemm
 from sparsek.products.kernels.spmm import portable_skinny as spmm_skinny
 from sparsek.products.reference.epilogue import PLAIN
-from sparsek.testing.budget import check_spmm
+from sparsek.testing.budget import check_spmm, using_tf32
 from sparsek.testing.poison import poisoned
 from sparsek.testing.product_budget import check_sddmm, check_spgemm
 from tests.attn.kernels.planned import join, multiply, problem, sample, sddmm_problem
@@ -47,6 +48,19 @@ def test_every_epilogue_with_cut_rows(case: Any) -> None:
     if a.nnzb and out.numel():
         c = replace(SKINNY.default(problem(a, b, out, epilogue)), part=1)
         check_c(SKINNY, a, b, out, c, epilogue)
+
+
+@pytest.mark.parametrize("name", ["portable.spmm", "portable.spmm_skinny"])
+def test_products_in_tf32(name: str) -> None:
+    """Triton multiplies as TF32 where torch does."""
+    a = random_bsr(256, 320, (64, 64), 0.4, device="cuda", dtype=torch.float32)
+    b = torch.randn(320, 64, device="cuda", dtype=torch.float32)
+    with using_tf32(True):
+        p = problem(a, b)
+        assert p.tf32
+        out = multiply(kernels.load(name), a, b)
+    gate = check_spmm(a, b, out, tf32=True)
+    assert gate.passed, gate
 
 
 @pytest.mark.parametrize("case", [c for c in SPMM_CASES if c.n <= 64], ids=str)

@@ -178,6 +178,35 @@ def test_what_a_tile_reads_beside_its_rows_never_reaches_c() -> None:
     assert torch.equal(out[64:], clean[64:])
 
 
+def test_a_scale_of_nan_stays_in_the_rows_of_its_block() -> None:
+    """The last stage of a row has room for blocks of the next row."""
+    a, b = operands(2048, 512, 136, (64, 32), a_scale="block")
+    assert isinstance(a.matrix, BSR)
+    rows = a.matrix.pattern.block_rows.long()
+    counts = rows.bincount(minlength=32).view(16, 2)
+    assert bool(((counts[:, 0] % 4 > 0) & (counts[:, 1] > 0)).any())
+    spoiled = Quantized.unchecked(a.matrix, a.scale.masked_fill(rows % 2 == 1, torch.nan), a.kind)
+    out = poisoned((2048, 136), torch.bfloat16, "cuda")
+    p = planned(a, b, out).problem
+    c = next(c for c in load(NAME).configs(p) if c.pieces == 4 and not c.split)
+    clean = planned(a, b, out, config=c)(a, b, out=out).clone()
+    planned(spoiled, b, out, config=c)(spoiled, b, out=out.fill_(torch.nan))
+    found, wanted = (x.view(16, 2, 64, 136) for x in (out, clean))
+    assert torch.equal(found[:, 0], wanted[:, 0])
+    assert bool(found[:, 1][counts[:, 1] > 0].isnan().all())
+
+
+def test_tiles_that_wait_in_registers_leave_while_their_cta_multiplies_the_next() -> None:
+    """With sums in the tensor cores. Every CTA has several tiles."""
+    a, b = operands(4096, 1024, 2048, (128, 128), fast=True)
+    out = poisoned((4096, 2048), torch.bfloat16, "cuda")
+    configs = [c for c in load(NAME).configs(planned(a, b, out).problem) if c.held]
+    assert configs
+    for c in configs:
+        planned(a, b, out, config=c)(a, b, out=out.fill_(torch.nan))
+        check(a, b, out)
+
+
 def test_a_thousand_launches_give_the_stored_answer() -> None:
     a, b = operands(4096, 4096, 4096, (128, 128), density=0.2)
     out = poisoned((4096, 4096), torch.bfloat16, "cuda")

@@ -78,6 +78,17 @@ def test_every_config_is_right_and_writes_nothing_beside_c(
                 assert gate.passed, (seed, dtype, each, gate)
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_rows_whose_steps_are_loaded_in_whole_portions(layout: str) -> None:
+    """A warp loads 32 steps together. After the last of a tile come those of the CTA's next tile."""
+    seed = fresh()
+    a = sk.random_bsr(4096, 512, 16, 1.0, dtype=torch.bfloat16, device="cuda", seed=seed)
+    b = drawn(512, 2048, layout)
+    for c in KERNEL.configs(problem(a, b, lies=layout)):
+        gate = check_spmm(a, b, multiplied(a, b, c))
+        assert gate.passed, (seed, c, gate)
+
+
 @pytest.mark.parametrize("side", [16, 32, 64])
 @pytest.mark.parametrize("of_c", LAYOUTS)
 @pytest.mark.parametrize("of_b", LAYOUTS)

@@ -23,7 +23,7 @@ from sparsek.engine import table as kernels
 from sparsek.products.formats.bsr import BSR
 from sparsek.products.formats.random import random_bsr
 from sparsek.products.plan.problems import SpmmProblem
-from sparsek.products.reference.epilogue import PLAIN, Epilogue
+from sparsek.products.reference.epilogue import PLAIN, Combine, Epilogue, EpilogueActivation
 from sparsek.products.reference.spmm import spmm as reference
 from sparsek.testing.budget import budget, check_spmm, error
 from sparsek.testing.poison import poisoned
@@ -32,7 +32,7 @@ from tests.attn.kernels.planned import default_and, multiply, problem
 from tests.engine.launch.covering import once
 from tests.engine.launch.drawn import fresh, randn
 from tests.products.cases import SPMM_CASES, Case, ScaleScopes
-from tests.sampling import sampled
+from tests.sampling import dealt, sampled
 
 pytestmark = pytest.mark.gpu
 ROOT = Path(__file__).resolve().parents[3]
@@ -413,6 +413,43 @@ def test_nan_in_a_neighbouring_block_of_a_stays_in_its_row(block: tuple[int, int
                 c,
                 row,
             )
+
+
+@pytest.mark.parametrize("combine", ["add", "mul"])
+def test_tiles_that_wait_in_registers_take_turns_with_another_matrix(combine: Combine) -> None:
+    """Every CTA has several tiles, whose pieces meet the other matrix in the same boxes of shared memory."""
+    kernel, seed = kernels.load("hopper.spmm"), fresh()
+    a, b, other = matrix(4096, 1024, (128, 128), 0.3, seed=seed), randn(1024, 2048), randn(4096, 2048)
+    epilogue = Epilogue(0.7, other=other, combine=combine, beta=-0.5)
+    configs = [c for c in kernel.configs(problem(a, b, epilogue=epilogue)) if c.held]
+    assert configs
+    for c in dealt(configs, 2, ["add", "mul"].index(combine)):
+        out = multiply(kernel, a, b, epilogue, config=c)
+        assert check_spmm(a, b, out, epilogue).passed, f"{c}, seed {seed}"
+
+
+@pytest.mark.parametrize("activation", ["", "gelu"])
+@pytest.mark.parametrize("name", FAST)
+def test_another_matrix_in_bf16_may_have_numbers_beyond_fp16(
+    name: str, activation: EpilogueActivation
+) -> None:
+    seed = fresh()
+    a, b, other = matrix(256, 256, (64, 64), seed=seed), randn(256, 136), 2.0**30 * randn(256, 136)
+    epilogue = Epilogue(activation=activation, other=other, combine="mul")
+    out = multiply(kernels.load(name), a, b, epilogue)
+    assert check_spmm(a, b, out, epilogue).passed, f"seed {seed}"
+
+
+@pytest.mark.parametrize("activation", ["gelu", "gelu_tanh", "silu"])
+def test_activations_in_fp16_are_as_exact_as_their_fits(activation: EpilogueActivation) -> None:
+    """Of every fp16 number up to 1000, by the product with an identity: 2.6e-5, and one rounding."""
+    z = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).cuda().view(torch.float16)
+    z = torch.where(z.abs() <= 1000, z, 0.0).view(64, 1024)
+    a = BSR.from_dense(torch.eye(64, dtype=torch.float16, device="cuda"), block=64, threshold=0)
+    epilogue = Epilogue(activation=activation)
+    found = multiply(kernels.load("hopper.spmm"), a, z, epilogue).double()
+    right = epilogue.apply(z.double())
+    assert bool(((found - right).abs() <= 3e-5 + 2.0**-11 * right.abs()).all())
 
 
 @pytest.mark.parametrize("name", [n for n in NAMES if n != "cpu.spmm"])
