@@ -44,16 +44,21 @@ class GatheredAttention(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         settings: Any = {"scale": scale, "softcap": softcap, "return_lse": True}
         parts = key_pieces(plan, k.shape[0], k.shape[1], q.device, pieces, exact)
+        wide = torch.promote_types(q.dtype, torch.float32)
         found, sink_logits = None, sinks
         for part, under_way in _all_under_way(parts, k, v):
             keys, values = _placed(under_way, k.shape[:2], part)
-            more = attention(q, keys, values, part.mask, sink_logits=sink_logits, **settings)
-            found, sink_logits = more if found is None else merge_attention(*found, *more), None
+            out, lse = attention(q, keys, values, part.mask, sink_logits=sink_logits, **settings)
+            if len(parts) > 1:  # a sum of all parts that is rounded once
+                out = out.to(wide)
+            found = (out, lse) if found is None else merge_attention(*found, out, lse)
+            sink_logits = None
         assert found is not None
-        ctx.save_for_backward(q, k, v, sinks, *found)
+        out, lse = found[0].to(v.dtype), found[1]
+        ctx.save_for_backward(q, k, v, sinks, out, lse)
         ctx.plan, ctx.scale, ctx.softcap, ctx.pieces, ctx.exact = plan, scale, softcap, pieces, exact
         ctx.set_materialize_grads(False)
-        return found
+        return out, lse
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:

@@ -207,6 +207,16 @@ def _rounded_once() -> list[tuple[float, float]]:
     return [(float(a.norm()), float(b.norm())) for a, b in pairs]
 
 
+def _merged_once() -> tuple[float, float]:
+    """Errors of out in bf16 of keys in as many pieces as ranks, over ranks and by one process."""
+    mask, d = sk.BlockMask.full(N, block=64), sk.distributed
+    plan, (q, k, v) = d.plan(mask, dist.group.WORLD), (x.bfloat16() for x in operands(N, N)[:3])
+    exact, one = sk.attention(q.double(), k.double(), v.double(), mask), sk.attention(q, k, v, mask)
+    mine, keys, values = (d.shard_sequence(x, plan) for x in (q, k, v))
+    whole = d.unshard_sequence(d.attention(mine, keys, values, plan, pieces=RANKS), plan)
+    return float((whole.double() - exact).norm()), float((one.double() - exact).norm())
+
+
 def _whole_and_bits(rank: int, mesh: Any) -> dict[str, Any]:
     d, world, mask = sk.distributed, dist.group.WORLD, masks()["causal"]
     plan = d.plan(mask, world)
@@ -285,7 +295,7 @@ def _work(rank: int) -> dict[Any, Any]:
     if models is not None:
         found["models"] = models.gemma_over_ranks(world), models.bert_over_ranks(world)
     found["packed"] = {name: packed_over_ranks(name, world, mesh) for name in PACKED}
-    found["rounded"] = _rounded_once()
+    found["rounded"], found["merged"] = _rounded_once(), _merged_once()
     found["DTensors"] = {name: of_dtensors(name, mesh) for name in WHOLE}
     found |= {"faults": _faults(rank, mesh), **_whole_and_bits(rank, mesh)}
     if rank == RANKS - 1:
@@ -316,6 +326,11 @@ def test_every_way_and_mask_is_one_process(case: Any, found: list[dict[Any, Any]
 def test_gradients_of_keys_that_ranks_share_are_rounded_once(found: list[dict[Any, Any]]) -> None:
     for mine, whole in (pair for each in found for pair in each["rounded"]):
         assert 0 < mine < 1.05 * whole
+
+
+def test_the_output_of_pieces_is_rounded_once_more_than_its_parts(found: list[dict[Any, Any]]) -> None:
+    for mine, whole in (each["merged"] for each in found):
+        assert 0 < mine < 1.05 * 2**0.5 * whole
 
 
 def test_slopes_by_heads_are_those_of_one_process(found: list[dict[Any, Any]]) -> None:
