@@ -46,7 +46,8 @@ class HeadGroup(NamedTuple):
         stored = full.counts + partial.counts
         sizes = Sizes(int(stored.sum()), int(partial.counts.sum()), int(stored.max()), exact=True)
         given = {"q_len": mask.q_len, "kv_len": mask.kv_len, "block": mask.block, "batch": 1}
-        given |= {"rules": mask.rules, "bits": mask.bits, "lo": interval(mask.lo), "hi": interval(mask.hi)}
+        given |= {"rules": mask.rules, "bits": mask.bits, "members": mask.members}
+        given |= {"lo": interval(mask.lo), "hi": interval(mask.hi)}
         return BlockMask.unchecked(
             **given, heads=heads.stop - heads.start, full=full, partial=partial, sizes=sizes
         )

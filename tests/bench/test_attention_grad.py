@@ -16,6 +16,7 @@ from sparsek_bench.engine.heads import HeadGroup
 from sparsek_bench.suites import attention, attention_grad
 from sparsek_bench.suites.attention import AttentionCase, sampled
 from sparsek_bench.suites.attention_grad import GRAD_PEERS, AttentionGradCase, AttentionTrainCase
+from sparsek_bench.suites.tokens import TokensGradCase
 from tests.bench.runs import measured
 from tests.refusals import refused
 
@@ -144,6 +145,19 @@ def test_a_group_of_heads_has_its_part_of_a_mask(mask: str, heads: tuple[int, in
             visiting = cut.transposed.full.counts + cut.transposed.partial.counts
             assert torch.equal(visiting.flatten(), stored.sum(2, dtype=torch.int32).flatten())
             assert cut.sizes.stored == int(stored.sum())
+
+
+@pytest.mark.parametrize("block", [64, 128])
+def test_a_sample_of_lists_of_tokens_is_held_to_the_right_gradients(
+    monkeypatch: pytest.MonkeyPatch, block: int
+) -> None:
+    monkeypatch.setattr(attention, "GATED_WHOLE", 256)
+    case = TokensGradCase(1, 8, 2, 1024, 1024, 16, 16, "tokens:4:15", (block, block), "fp32")
+    (one, *_) = case.operands(CPU)
+    assert one.sample()
+    found = one.plan(None)(*one.given)
+    assert one.judge(found).passed
+    assert not one.judge([x * 1.01 for x in found]).passed
 
 
 @pytest.fixture
