@@ -255,6 +255,7 @@ class Flash4(AttentionPeer):
             f"its lists hold blocks of 128, not {block_name(case.block)}": small,
             "gives the same bits every time, which the case does not need": self.ordered
             and not case.deterministic,
+            "its ordered gradients take no lists of blocks": self.ordered and _by_lists(case),
         }
         return super().why_not(case, device) + holding(reasons)
 
