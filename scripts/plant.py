@@ -96,7 +96,7 @@ class Tests:
             for file, (bits, *_) in executed["files"].items():
                 number = int(bits, 16)
                 ran = {key for at, key in enumerate(keys) if number >> at & 1}
-                if evidence["files"][file]["ran"] and (root / file).exists():
+                if evidence["files"].get(file, {}).get("ran") and (root / file).exists():
                     self.files[file] = (evidence["files"][file]["seconds"], ran)
 
     def passed(self, test: str) -> bool:
