@@ -19,7 +19,7 @@ from sparsek.core.handshake import Facts, agreed
 from sparsek.distributed.experts import spread_experts
 from sparsek.nn.agreement import facts_of
 from sparsek.nn.experts import packed_names
-from sparsek.nn.gated import GatedForward, gated_forward
+from sparsek.nn.gated import GatedForward, GatedMLP, SplitGatedMLP, fitted_class, gated_forward
 from sparsek.nn.parallel_linear import (
     ParallelLinear,
     Side,
@@ -180,6 +180,8 @@ class GatedSparse(ColwiseSparse):
         _split_all(plan, device_mesh, self.src_data_rank, repr(self))
         entry = Split(device_mesh, "rows", (), self.input_layouts, self.output_layouts, True)
         module.register_forward_pre_hook(_Entry(entry, _gated_form(module).gate), with_kwargs=True)
+        if isinstance(module, GatedMLP):
+            module.__class__ = fitted_class(SplitGatedMLP, type(module)._fitted[1])
         module.__dict__["_calls"] = set()
         return module
 

@@ -110,6 +110,15 @@ class GatedMLP(Fitted):
         return y
 
 
+class SplitGatedMLP(GatedMLP):
+    """One whose layers are split over a mesh."""
+
+    @torch._disable_dynamo  # DTensors of several ranks, between two graphs, as in calls of the layers
+    def forward(self, *args: Any, **options: Any) -> Any:
+        """Return what the class of the module does, of this rank's features."""
+        return super().forward(*args, **options)
+
+
 def _parts(mlp: Any, form: GatedForward, x: Any) -> tuple[Any, Any, Activation] | None:
     """The layers of a fused product and its activation, if it computes what the modules would."""
     modules = mlp._modules

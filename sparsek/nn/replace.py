@@ -222,7 +222,7 @@ def _fit(module: Any) -> None:
     if (kind is not None and now is not fitted_class(kind, base)) or "forward" in module.__dict__:
         return  # of FSDP2, whose classes stay
     wanted = next((each for each in (GatedMLP, SparseExperts) if each.fits(module, base)), None)
-    if wanted is kind:
+    if wanted is kind or (wanted is not None and kind is not None and issubclass(kind, wanted)):
         return
     try:
         module.__class__ = base if wanted is None else fitted_class(wanted, base)

@@ -110,6 +110,28 @@ def gated_mlps() -> None:
             check_gradients(each, split.get_submodule(name))
 
 
+@of_half(0)
+def compiled_gated_mlps_trace_nothing_of_their_weights() -> None:
+    from torch._dynamo.testing import CompileCounter
+
+    mesh, counter, draw = meshes()[1], CompileCounter(), torch.Generator().manual_seed(4)
+    mlps = [MLP("bsr", False) for _ in range(2)]
+    for mlp, keep in zip(mlps, (0.3, 0.7), strict=True):
+        make = functools.partial(sk.nn.SparseLinear.from_dense, config="bsr", block=32, keep=keep)
+        replace.swap(mlp, {name: make(each) for name, each in mlp.named_children()})
+    whole = nn.Sequential(*mlps, nn.ReLU())
+    x = torch.randn(8, 128, dtype=torch.float64, generator=draw)
+    right, split = whole(x), copy.deepcopy(whole)
+    for each in split[:2]:
+        sk.distributed.GatedSparse()._apply(each, mesh)
+    compiled = torch.compile(split, backend=counter)
+    with torch.no_grad():
+        near(compiled(x), right)
+    assert counter.frame_count <= 2, counter.frame_count  # an activation, and no product
+    learned = x.clone().requires_grad_()
+    near(compiled(learned), right)
+
+
 @case
 def parts_of_gated_mlps_are_left_to_the_caller() -> None:
     from torch.distributed.tensor import Partial
