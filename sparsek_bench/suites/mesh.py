@@ -26,7 +26,7 @@ from sparsek_bench.engine.tables import CASE, MS, faster_than, judged, target
 from sparsek_bench.engine.timed_call import Timed
 from sparsek_bench.suites.attention_grad import AttentionTrainCase
 from sparsek_bench.suites.attention_masks import MASK_FORMS, Maker, MaskForm, parse_mask
-from sparsek_bench.suites.mesh_models import MODEL_TABLE, MODELS, MeshModelCase
+from sparsek_bench.suites.mesh_models import MODEL_TABLE, MODELS, WIDER_MODELS, MeshModelCase
 from sparsek_bench.suites.mesh_ranks import EXACT, ONE, WAYS, attention_rows, memory
 
 MODULE = "distributed.attention"
@@ -91,7 +91,8 @@ class MeshCase(AttentionTrainCase):
 
     @property
     def ways(self) -> tuple[str, ...]:
-        return tuple(WAYS)
+        """All; "both" only where ranks make several pairs."""
+        return tuple(way for way in WAYS if way != "both" or (self.ranks > 2 and self.ranks % 2 == 0))
 
     @property
     def name(self) -> str:
@@ -205,6 +206,16 @@ MESH: dict[Any, Any] = {
 }
 REPEATS = rows("auto", *(_case(mask, 4, repeats=1000) for mask in ("window:1024+sinks:128", "mixed:1024")))
 MEMORY = _case(LONG, 256, MeshMemoryCase)
+MASKS = ("blocks:0.125", "causal", "mixed:32768", LONG, "topk:128", "tokens:16:15")
+# Masks of 512K tokens with as many keys of a query as of 128K, or as large a share.
+LONGEST = ("mixed:32768", LONG, "blocks:0.125", "topk:512")
+WIDER: dict[Any, Any] = {  # on more GPUs of one host
+    **{_case(mask, 128, ranks=ranks): () for ranks in (4, 8) for mask in MASKS},
+    **{_case(mask, 512, ranks=ranks): () for ranks in (4, 8) for mask in LONGEST},
+    _case("blocks:0.125", ranks=4): (Bar(ONE, 3.5, 3.8),),
+    _case("blocks:0.125", ranks=8): (Bar(ONE, 6.5, 7.4),),
+    **{_case(mask, 512, ranks=8): (Bar(ONE, 7.0, 7.6),) for mask in LONGEST},
+}
 MOST_MEMORY = Bar("", 1.1, 1.05)
 
 
@@ -225,6 +236,11 @@ def _way(record: Record) -> str:
     return record["config"]["way"]
 
 
+def _over_one(record: Record) -> str:
+    """Over one GPU, and what `sk.distributed.simulate` expects where all but the fullest rank's pairs is hidden."""
+    return f"{faster_than(ONE)(record)}, {record['case']['ranks'] / record['imbalance']:.2f}x"
+
+
 def _numbers(*names: str) -> Callable[[Record], str]:
     return lambda record: ", ".join("" if record[name] is None else f"{record[name]:.4g}" for name in names)
 
@@ -235,6 +251,7 @@ HEADINGS = {
     "pieces": "gather, pieces",
     "exact": "gather, exact",
     "heads": "heads",
+    "both": "both",
 }
 TABLE = Table(
     op="mesh",
@@ -244,15 +261,16 @@ TABLE = Table(
     columns=(
         CASE,
         MS,
-        Column("over one GPU", faster_than(ONE)),
+        Column("over one GPU, simulated", _over_one),
         Column("by", _way, text=True),
         Column("imbalance, bytes", _numbers("imbalance", "bytes_over_fewest")),
         Column("differing, unlike", _numbers("differing", "unlike")),
-        target(MESH, ""),
+        target(MESH | WIDER, ""),
     ),
     note=(
         "A training step by the fastest way, in wall time until all ranks are done; over `sk.attention` with the same "
-        "mask on one GPU, in the same rounds. Imbalance: visited pairs of the fullest rank "
+        "mask on one GPU, in the same rounds. Simulated: by `sk.distributed.simulate`, from the "
+        "fullest rank's pairs, as if all else were hidden. Imbalance: visited pairs of the fullest rank "
         'over the mean. Bytes: those that a forward pass received by "gather", over the fewest. Differing: elements of '
         'out, dq, dk and dv that have other bits than one GPU by "heads" and by `exact=True`. Unlike: those that had '
         "other bits in repeats."
@@ -285,6 +303,10 @@ SUITES: dict[str, tuple[SuiteRow, ...]] = {
     "memory": rows("auto", MEMORY),
     "models": rows("auto", *MODELS),
     "repeats": REPEATS,
+    **{
+        name: rows("auto", *(case for case in (*WIDER, *WIDER_MODELS) if case.ranks == ranks))
+        for name, ranks in (("four", 4), ("eight", 8))
+    },
 }
 BENCH = Bench(
     "mesh",

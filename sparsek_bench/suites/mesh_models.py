@@ -270,6 +270,12 @@ MODELS: dict[Any, Any] = {
     MeshModelCase("prefill", mode="graph"): (Bar(ONE, 1.7, 1.9),),
     MeshModelCase("train", mode="graph"): (Bar(ONE, 1.65, 1.9),),
 }
+WIDER_MODELS = tuple(  # on more GPUs of one host
+    MeshModelCase(work, mode=mode, ranks=ranks)
+    for ranks in (4, 8)
+    for mode in ("eager", "graph")
+    for work in ("prefill", "train")
+)
 MODEL_TABLE = Table(
     op="mesh_model",
     title="models over a mesh, tensor parallel",
