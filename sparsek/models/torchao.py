@@ -14,7 +14,6 @@ from torch import nn
 
 from sparsek.core.errors import InvalidInput
 from sparsek.models.config import LayerConfig
-from sparsek.models.sparsify import sparsify_
 
 AOBaseConfig: Any = importlib.import_module("torchao.core.config").AOBaseConfig
 registry: Any = importlib.import_module("torchao.quantization.transform_module")
@@ -26,6 +25,10 @@ def sparse_layer_of(module: nn.Module, config: LayerConfig) -> nn.Module:
     Raises:
         InvalidInput: For a module that `sk.sparsify_` would skip.
     """
+    from sparsek.models.sparsify import (
+        sparsify_,
+    )  # whose own import makes configs, and so may load this first
+
     holder = nn.Sequential(module)
     rows = sparsify_(holder, config, lambda _, name: name == "0").rows
     why = next((row.why_not for row in rows if row.name == "0"), "has no weight matrix")

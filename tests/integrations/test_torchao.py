@@ -14,6 +14,7 @@ from torch import nn
 import sparsek as sk
 from sparsek.core.errors import InvalidInput
 from sparsek.nn import BlockSparseLinear, SparseLinear
+from tests.house.tools import python
 
 REGISTRY = "torchao.quantization.transform_module"
 
@@ -100,3 +101,13 @@ def test_what_cannot_be_sparse_is_refused_with_the_cure(torchao: Any, taken: str
     torchao.quantize_(model, sk.BlockSparse(block=32), lambda module, name: name == "0")
     with pytest.raises(InvalidInput, match=r"is sparse already; sk\.densify_"):
         torchao.quantize_(model, sk.SemiSparse(), lambda module, name: name == "0")
+
+
+@pytest.mark.parametrize("first", ["sk.sparsify_", "sk.prune"])
+def test_any_verb_may_load_first_after_torchao(first: str) -> None:
+    code = (
+        "import sys; from tests.integrations.test_torchao import REGISTRY, stand_in; sys.modules.update(stand_in())\n"
+        f"import sparsek as sk; {first}; sk.SemiSparse()\n"
+        "print(sk.SemiSparse in sys.modules[REGISTRY]._QUANTIZE_CONFIG_HANDLER)"
+    )
+    assert python(code) == "True"
