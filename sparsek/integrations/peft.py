@@ -4,7 +4,8 @@
     model = peft.get_peft_model(model, peft.LoraConfig(target_modules="all-linear"))
 
 The sparse layers stay frozen, in FP8 too. An update is dense: `merge_adapter` puts a dense layer with the sum in the
-place of a sparse one, and `unmerge_adapter` puts the sparse one back; `merge_and_unload` leaves the dense one.
+place of a sparse one, and `unmerge_adapter` puts the sparse one back; `merge_and_unload` leaves the dense one, a Conv1D
+where the model had it.
 
 peft takes other kinds of layers by `LoraConfig._register_custom_module`, for each config; here every config has it.
 Tested with peft 0.21.
@@ -17,10 +18,12 @@ import importlib
 from typing import Any
 
 import torch
+from torch import nn
 
 from sparsek.core import arguments, dtypes
 from sparsek.core.errors import InvalidInput
-from sparsek.nn.replace import is_packed
+from sparsek.models.sparsify import dense_of
+from sparsek.nn.replace import Origin, has_own_forward, is_packed
 from sparsek.nn.sparse import SparseLinear
 
 # Its classes have no types for options but their own.
@@ -41,6 +44,9 @@ class LoraSparseLinear(lora.Linear):
             )
         self._apart: list[SparseLinear] = []  # while a dense layer with the sum is in its place
         super().__init__(base_layer, adapter_name, config, **options)
+        # Of the layer that `merge` makes. The config has that of the dense layers of the model, as peft found them.
+        kind = getattr(layer, "_origin", Origin(nn.Linear, True)).kind
+        self.fan_in_fan_out = isinstance(layer, SparseLinear) and kind is not nn.Linear
 
     def _get_in_out_features(self, module: Any) -> tuple[int, int]:
         return module.in_features, module.out_features
@@ -79,8 +85,12 @@ class LoraSparseLinear(lora.Linear):
         if not isinstance(layer, SparseLinear):
             super().merge(safe_merge, adapter_names)
             return
-        learns = any(each.requires_grad for each in layer.parameters())
-        self.base_layer = layer.to_linear().requires_grad_(learns)
+        if has_own_forward(layer):
+            raise InvalidInput(
+                "a sparse layer has a forward of its own, as accelerate sets it: load the model without offloading, "
+                "and merge then"
+            )
+        self.base_layer = _dense(layer)
         try:
             super().merge(safe_merge, adapter_names)
         finally:
@@ -90,10 +100,24 @@ class LoraSparseLinear(lora.Linear):
                 self.base_layer = layer
 
     def unmerge(self) -> None:
-        """Put the sparse layer back."""
+        """Put the sparse layer back, on the device, in the dtype and in the mode that the dense one has by now."""
         super().unmerge()
         if self._apart:
-            self.base_layer = self._apart.pop().to(self.base_layer.weight.device)
+            dense: Any = self.base_layer
+            layer: Any = self._apart.pop()
+            before = layer._dtype if _in_fp8(layer) else layer.weight.dtype
+            cast = {} if dense.weight.dtype == before else {"dtype": dense.weight.dtype}
+            self.base_layer = layer.to(dense.weight.device, **cast).train(dense.training)
+
+
+def _dense(layer: Any) -> nn.Module:
+    """A dense layer in the place of a sparse one, with a bias of its own, which may be merged too."""
+    values = layer._parameters.get("values")
+    made: Any = dense_of("", layer, is_frozen=True)
+    made.weight.requires_grad_(values is not None and values.requires_grad)
+    if layer.bias is not None:
+        made.bias = nn.Parameter(layer.bias.detach().clone(), layer.bias.requires_grad)
+    return made
 
 
 def _in_fp8(layer: Any) -> bool:

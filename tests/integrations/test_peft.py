@@ -104,3 +104,52 @@ def test_all_linear_leaves_packed_experts_out_as_dense_ones() -> None:
     model = experts()
     with pytest.raises(InvalidInput, match="packed experts take no adapter"):
         peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["down_proj"]))
+
+
+@pytest.mark.filterwarnings("ignore:fan_in_fan_out is set:UserWarning")
+@pytest.mark.parametrize("asked", [True, False])
+def test_layers_that_were_a_conv1d_become_one_again(asked: bool, tmp_path: Path) -> None:
+    sizes = {"vocab_size": 99, "n_embd": 32, "n_layer": 2, "n_head": 4, "bos_token_id": 0, "eos_token_id": 0}
+    torch.manual_seed(0)
+    base = lib.GPT2LMHeadModel(lib.GPT2Config(**sizes)).eval()
+    sk.sparsify_(base, {"*.h.0.*": HALF, "*.h.1.mlp.*": HALF})
+    config = peft.LoraConfig(r=4, target_modules=["c_attn", "c_proj"], fan_in_fan_out=asked, lora_bias=True)
+    model = peft.get_peft_model(base, config)
+    for name, each in model.named_parameters():
+        if "lora_" in name:
+            torch.nn.init.normal_(each, std=0.2)
+    right = run(model)
+    model.merge_adapter()
+    torch.testing.assert_close(run(model), right, rtol=1e-3, atol=1e-3)
+    model.unmerge_adapter()
+    torch.testing.assert_close(run(model), right)
+    merged = model.merge_and_unload()
+    assert type(merged.transformer.h[0].attn.c_proj) is type(merged.transformer.h[1].attn.c_proj)
+    merged.save_pretrained(tmp_path)  # a square weight has no shape that tells it from its transpose
+    torch.testing.assert_close(
+        run(lib.GPT2LMHeadModel.from_pretrained(tmp_path)), right, rtol=1e-3, atol=1e-3
+    )
+
+
+@pytest.mark.parametrize("config", [HALF, sk.Float8(HALF)], ids=str)
+def test_the_sparse_layer_follows_what_happened_to_the_merged_one(config: Any) -> None:
+    model = peft.get_peft_model(sparse(config), peft.LoraConfig(r=4, target_modules="all-linear"))
+    calls = []
+    up(model).register_forward_hook(lambda *_: calls.append(1))
+    model.merge_adapter()
+    assert not any(each.requires_grad for each in up(model).parameters())
+    run(model)
+    assert len(calls) == 1
+    model.to(torch.bfloat16).train()
+    model.unmerge_adapter()
+    assert run(model).dtype == up(model).to_dense().dtype == torch.bfloat16
+    assert up(model).training
+
+
+def test_a_layer_that_accelerate_offloads_is_not_merged() -> None:
+    accelerate: Any = pytest.importorskip("accelerate")
+    model = peft.get_peft_model(sparse(), peft.LoraConfig(r=4, target_modules=["up_proj"]))
+    accelerate.cpu_offload(up(model), "cpu", offload_buffers=True)
+    with pytest.raises(InvalidInput, match="load the model without offloading"):
+        model.merge_adapter()
+    assert isinstance(up(model), SparseLinear)
