@@ -143,6 +143,8 @@ def lists_of_tokens(n: int, device: str) -> sk.BlockMask:
     draw = torch.Generator().manual_seed(0)
     chosen = torch.randint(-1, n // 64, (1, 2, n, 3), generator=draw, dtype=torch.int32)
     chosen[:, :, : n // 2] //= 8  # so that ranks see blocks whose neighbour they do not
+    own = torch.arange(3 * n // 4, n, dtype=torch.int32) // 64
+    chosen[:, :, -len(own) :] = torch.stack((own * 0, own, own * 0 - 1), 1)  # full blocks before partial ones
     mask = sk.TokenLists(chosen.to(device), 64).mask_for(q, k)
     mask.verify(wait=True)  # tiles are cut by its sizes, which are bounds until they are read
     return mask

@@ -267,6 +267,27 @@ def _place(indices, first, n, column, steps):
 
 
 @triton.jit
+def _merged(indices, first, n, other_indices, other_first, other_n, at, steps):
+    """Of places in the ascending order of both lists: how many entries of this one come before, and whether the entry
+    there is one of it.
+    """
+    low = tl.maximum(at - other_n, 0)
+    high = tl.minimum(at, n)
+    for _ in range(steps):
+        open = low < high
+        middle = (low + high) // 2
+        own = tl.load(indices + first + middle, mask=open, other=0)
+        other = tl.load(other_indices + other_first + at - middle - 1, mask=open, other=0)
+        before = open & (own < other)
+        high = tl.where(open & ~before, middle, high)
+        low = tl.where(before, middle + 1, low)
+    own = tl.load(indices + first + low, mask=low < n, other=0)
+    left = at - low < other_n
+    other = tl.load(other_indices + other_first + at - low, mask=left, other=0)
+    return low, (low < n) & (~left | (own < other))
+
+
+@triton.jit
 def _pair(
     indices, first, n, other_indices, other_first, other_n, rules, rule_first, e, half, steps, LEADS: tl.constexpr,
     BITS: tl.constexpr,
@@ -332,23 +353,24 @@ def _halve(
     for half in tl.static_range(2):
         begin = base + half * most
         found = 0
-        for start in range(0, n, ENTRIES):
+        for start in range(0, most, ENTRIES):
             e = start + tl.arange(0, ENTRIES)
             if PAIRED:
-                column, word = _pair(
-                    p_indices, first, n, f_indices, f_first, f, rules, first, e, half, steps, True, BITS
-                )
+                before, leads = _merged(p_indices, first, n, f_indices, f_first, f, e, steps)
+                of_partial, word = _pair(
+                    p_indices, first, n, f_indices, f_first, f, rules, first, tl.where(leads, before, n), half,
+                    steps, True, BITS,
+                )  # fmt: skip
+                of_full, other = _pair(
+                    f_indices, f_first, f, p_indices, first, n, rules, first, tl.where(leads, f, e - before), half,
+                    steps, False, BITS,
+                )  # fmt: skip
+                column = tl.where(leads, of_partial, of_full)
+                word = tl.where(leads, word, other)
             else:
                 column = tl.load(p_indices + first + e, mask=e < n, other=0)
                 word = tl.load(rules + first + e, mask=e < n, other=0) >> (half * BITS) & ((1 << BITS) - 1)
             found = _kept(indices, words, column, word, begin, found, room)
-        if PAIRED:
-            for start in range(0, f, ENTRIES):
-                e = start + tl.arange(0, ENTRIES)
-                column, word = _pair(
-                    f_indices, f_first, f, p_indices, first, n, rules, first, e, half, steps, False, BITS
-                )
-                found = _kept(indices, words, column, word, begin, found, room)
         tile = row % grid_rows * 2 + half
         out = row // grid_rows * tiles + tile
         tl.store(starts + out, begin, mask=tile < tiles)

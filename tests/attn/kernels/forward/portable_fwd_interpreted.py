@@ -213,15 +213,21 @@ def test_rows_of_heads_are_packed_and_unpacked_by_a_launch(
 
 
 @pytest.mark.parametrize("side", [64, 128])
-@pytest.mark.parametrize(("tokens", "pack", "agree"), [(260, 16, 0), (133, 4, 0), (260, 16, 8), (133, 4, 30)])
+@pytest.mark.parametrize(
+    ("tokens", "pack", "agree"), [(260, 16, 0), (133, 4, 0), (260, 16, 8), (133, 4, 30), (330, 4, -1)]
+)
 def test_tiles_of_half_as_many_tokens_see_the_same_keys(
     tokens: int, pack: int, agree: int, side: int
 ) -> None:
-    """And have fewer blocks, or as many, by torch and by a launch. Where as many tokens agree, blocks are full."""
+    """And have fewer blocks, or as many, by torch and by a launch. Where as many tokens agree, blocks are full; with -1
+    each has the first block, which is full, and its own.
+    """
     draw = torch.Generator().manual_seed(tokens + side + agree)
     blocks = -(-tokens // side)
     chosen = torch.randint(0, blocks, (1, 2, tokens, 2), generator=draw, dtype=torch.int32)
-    if agree:
+    if agree < 0:
+        chosen[0, :] = torch.stack((torch.zeros(tokens), torch.arange(tokens) // side), 1).int()
+    elif agree:
         chosen = chosen[:, :, torch.arange(tokens) // agree * agree]
     q, k = torch.empty(1, 2 * pack, tokens, 128, dtype=HALF), torch.empty(1, 2, tokens, 128, dtype=HALF)
     check_halves(packed_mask(TokenLists(chosen, side).mask_for(q, k), pack))
@@ -248,6 +254,9 @@ def check_halves(mask: BlockMask) -> None:
         rules=made[3], label="", members=members, sizes=found.sizes,
     )  # fmt: skip
     assert torch.equal(made[1], found.partial.counts)
+    for first, own, n in zip(made[0].tolist(), found.partial.starts.tolist(), made[1].tolist(), strict=True):
+        assert torch.equal(made[2][first : first + n], found.partial.indices[own : own + n])  # ascending
+        assert torch.equal(made[3][first : first + n], found.rules[own : own + n])  # type: ignore[index]
     assert torch.equal(of_pairs(again, mask).to_dense(), mask.to_dense())
 
 
