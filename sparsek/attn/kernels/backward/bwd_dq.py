@@ -12,8 +12,11 @@ from sparsek.engine.launch.gluon import opaque, reinterpret, tma_store, tma_stor
 
 
 @gluon.jit
-def start_dq(T: gl.constexpr, SIDE: gl.constexpr, place, phase, k_s, ds_s, dq_bars):
-    """Starts to multiply a dQ from the dS in `place`, that of its columns 64 SIDE to 64 SIDE + 63."""
+def start_dq(T: gl.constexpr, SIDE: gl.constexpr, place, phase, k_s, ds_s, dq_bars, halves):
+    """Starts to multiply a dQ from the dS in `place`, that of its columns 64 SIDE to 64 SIDE + 63.
+
+    `halves`: of K, in pairs of blocks; see `read_halves`.
+    """
     DIM: gl.constexpr = T.dim
     HALVES: gl.constexpr = T.halves
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, T.dim, 16])
@@ -27,7 +30,7 @@ def start_dq(T: gl.constexpr, SIDE: gl.constexpr, place, phase, k_s, ds_s, dq_ba
             left = ds_s.index(place).slice(w * 64, 64).slice(SIDE * 64, 64, 1)
         else:
             left = ds_s.index(place + none).slice(w * 64, 64)
-        k = k_s.index(w + none).reshape((64, DIM))
+        k = k_s.index((halves[w] if T.paired else w) + none).reshape((64, DIM))
         dq = warpgroup_mma(left.permute((1, 0)), k, dq, use_acc=w > 0, is_async=True)
     return dq
 

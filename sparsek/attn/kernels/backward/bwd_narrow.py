@@ -96,7 +96,7 @@ def step(
     fence_async_shared()
     mbarrier.arrive(ds_full.index(at & 1), count=1)
     if i > 0:
-        dq = start_dq(T, WG, (at - 1) & 1, (at - 1) // 2 & 1, k_s, ds_s, dq_bars)
+        dq = start_dq(T, WG, (at - 1) & 1, (at - 1) // 2 & 1, k_s, ds_s, dq_bars, (0, 1))
         # dK is done, dQ still runs. It reads dS and K only.
         dk = warpgroup_mma_wait(2, deps=(in_flight,))
         mbarrier.arrive(ring_empty.index(slot), count=1)
@@ -139,7 +139,7 @@ def differentiate(
             )  # fmt: skip
             at += 1
         if steps > 0:
-            dq = start_dq(T, WG, (at - 1) & 1, (at - 1) // 2 & 1, k_s, ds_s, dq_bars)
+            dq = start_dq(T, WG, (at - 1) & 1, (at - 1) // 2 & 1, k_s, ds_s, dq_bars, (0, 1))
             stage_dq(T, WG, (at - 1) & 1, at - 1, warpgroup_mma_wait(0, deps=(dq,)), dq_s, dq_bars)
         mbarrier.arrive(k_empty, count=1)
         if T.parts:

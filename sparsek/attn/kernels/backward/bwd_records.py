@@ -31,14 +31,15 @@ def step_at(T: gl.constexpr, visits, first, i):
 
 @gluon.jit
 def word_at(T: gl.constexpr, visits, first, i, end, rules):
-    """The only word of members of step i: all ones from step `end` on, and for blocks without a rule.
+    """The only word of members of step i: all ones from step `end` on, and for blocks without a rule. In pairs of
+    blocks, which all have rules, 0 for a step that only makes their number even.
 
     Read a step ahead, because its address comes of another load.
     """
     word = 0
     if T.words == 1:
         entry = gl.load(visits + VISIT * (first + i // T.subs) + 2, mask=i < end, other=-1)
-        word = gl.load(rules + entry, mask=entry >= 0, other=-1)
+        word = gl.load(rules + entry, mask=entry >= 0, other=0 if T.paired else -1)
     return word
 
 
@@ -48,6 +49,25 @@ def own_bits(T: gl.constexpr, HALF: gl.constexpr, word):
     if T.paired:
         word = word >> (HALF * (T.block[0] // T.members))
     return word
+
+
+@gluon.jit
+def sees(T: gl.constexpr, HALF: gl.constexpr, word):
+    """Whether a query of a step sees a key of this half of a pair of key blocks."""
+    return own_bits(T, HALF, word) & ((1 << T.block[0] // T.members) - 1) != 0
+
+
+@gluon.jit
+def read_halves(T: gl.constexpr, word, good):
+    """Which halves of K a product with the dS of a step reads. `good`: a half that a query of the tile sees.
+
+    Where no query sees a half, its dS is 0, and the other one is read in its place: keys that nobody sees may be NaN.
+    """
+    first = sees(T, 0, word)
+    second = sees(T, 1, word)
+    left = gl.where(first, 0, gl.where(second, 1, good))
+    right = gl.where(second, 1, gl.where(first, 0, good))
+    return left, right
 
 
 @gluon.jit

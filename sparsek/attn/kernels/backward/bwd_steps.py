@@ -12,7 +12,15 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from sparsek.attn.kernels.backward.bwd_dq import exchanged, keep_part, stage_dq, start_dq
-from sparsek.attn.kernels.backward.bwd_records import of_members, own_bits, step_at, tile_at, word_at
+from sparsek.attn.kernels.backward.bwd_records import (
+    of_members,
+    own_bits,
+    read_halves,
+    sees,
+    step_at,
+    tile_at,
+    word_at,
+)
 from sparsek.attn.kernels.forward.rules import by_step
 from sparsek.attn.kernels.forward.softmax import capped, distances
 from sparsek.engine.launch.gluon import opaque, reinterpret, tma_store, tma_store_wait
@@ -23,12 +31,12 @@ LOG2E = gl.constexpr(log2(e))
 @gluon.jit
 def step(
     T: gl.constexpr, WG: gl.constexpr, side, DTYPE: gl.constexpr, dk, dv, word, at, partial, masked, visits, first, i,
-    key, scale, lists, changes, k_s, v_s, q_s, do_s, rows_s, ds_s, dq_s, ring_bars, dq_bars,
+    key, scale, lists, changes, k_s, v_s, q_s, do_s, rows_s, ds_s, dq_s, ring_bars, dq_bars, halves,
 ):  # fmt: skip
     """Step `i` of a tile, number `at` of this CTA, by warpgroup WG. `side` is the parity of `at`.
 
     `partial`: the step may belong to a partial block, as the first `masked` do. `word`: see `word_at`; that of the next
-    step is returned.
+    step is returned. `halves`: those of the step before, by `read_halves`.
     """
     DIM: gl.constexpr = T.dim
     VDIM: gl.constexpr = T.v_dim
@@ -109,7 +117,7 @@ def step(
         mbarrier.arrive(ds_full.index(side), count=1)
         if (side == WG) & (i > 0):
             pair = (at - 1) // 2
-            dq = start_dq(T, 1 - WG, 1 - WG, pair & 1, k_s, ds_s, dq_bars)
+            dq = start_dq(T, 1 - WG, 1 - WG, pair & 1, k_s, ds_s, dq_bars, halves)
             # dK is done, dQ still runs. It reads dS and K only, and the next Q and dO take longer to load than dQ.
             dk = warpgroup_mma_wait(2, deps=(in_flight,))
             mbarrier.arrive(ring_empty.index(bar), count=1)
@@ -120,7 +128,7 @@ def step(
     else:
         dk = warpgroup_mma(ds, q, dk, is_async=True)
         fence_async_shared()
-        dq = start_dq(T, WG, WG, at // 2 & 1, k_s, ds_s, dq_bars)
+        dq = start_dq(T, WG, WG, at // 2 & 1, k_s, ds_s, dq_bars, halves)
         dk = warpgroup_mma_wait(1, deps=(dk,))
         mbarrier.arrive(ring_empty.index(bar), count=1)  # dQ reads dS and K only
         stage_dq(T, WG, WG, at // 2, warpgroup_mma_wait(0, deps=(dq,)), dq_s, dq_bars)
@@ -130,7 +138,7 @@ def step(
 @gluon.jit
 def pass_over(
     T: gl.constexpr, WG: gl.constexpr, side, DTYPE: gl.constexpr, at, masked, visits, first, i, rules, k_s, ds_s, dq_s,
-    ring_bars, dq_bars,
+    ring_bars, dq_bars, halves,
 ):  # fmt: skip
     """As `step` where no query sees a key of this half: dS is 0. The word of the next step is returned."""
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
@@ -151,7 +159,7 @@ def pass_over(
     mbarrier.arrive(ring_empty.index(bar), count=1)
     if (side == WG) & (i > 0):
         pair = (at - 1) // 2
-        dq = start_dq(T, 1 - WG, 1 - WG, pair & 1, k_s, ds_s, dq_bars)
+        dq = start_dq(T, 1 - WG, 1 - WG, pair & 1, k_s, ds_s, dq_bars, halves)
         stage_dq(T, 1 - WG, 1 - WG, pair, warpgroup_mma_wait(0, deps=(dq,)), dq_s, dq_bars)
     return word
 
@@ -183,26 +191,30 @@ def differentiate(
         word = 0
         if T.members > 0 and not T.member_ends:
             word = word_at(T, visits, first, 0 if T.halves == 2 else WG, 2 * masked, lists[0])
+        left, right = 0, 0  # the first visit sees one of them
         UNROLLED: gl.constexpr = 1 if T.halves == 2 else 2
         for i in range(0, 2 * pairs, UNROLLED):
             for side in gl.static_range(UNROLLED):
                 if T.halves == 2 or side == WG:
-                    if T.paired and own_bits(T, WG, word) & ((1 << T.block[0] // T.members) - 1) == 0:
+                    before = left, right
+                    if T.paired:
+                        left, right = read_halves(T, word, left)
+                    if T.paired and not sees(T, WG, word):
                         word = pass_over(
                             T, WG, at & 1, DTYPE, at, 2 * masked, visits, first, i, lists[0], k_s, ds_s, dq_s,
-                            ring_bars, dq_bars,
+                            ring_bars, dq_bars, before,
                         )  # fmt: skip
                     else:
                         dk, dv, word = step(
                             T, WG, at & 1 if T.halves == 2 else side, DTYPE, dk, dv, word, at + side, i < 2 * masked,
                             2 * masked, visits, first, i + side, key, scale, lists, of_tile, k_s, v_s, q_s, do_s,
-                            rows_s, ds_s, dq_s, ring_bars, dq_bars,
+                            rows_s, ds_s, dq_s, ring_bars, dq_bars, before,
                         )  # fmt: skip
             at += UNROLLED
         if T.halves == 2:
             if WG == 0:
                 if pairs > 0:
-                    dq = start_dq(T, 1, 1, (at - 1) // 2 & 1, k_s, ds_s, dq_bars)
+                    dq = start_dq(T, 1, 1, (at - 1) // 2 & 1, k_s, ds_s, dq_bars, (left, right))
                     stage_dq(T, 1, 1, (at - 1) // 2, warpgroup_mma_wait(0, deps=(dq,)), dq_s, dq_bars)
             mbarrier.arrive(k_empty, count=1)
             if T.parts:

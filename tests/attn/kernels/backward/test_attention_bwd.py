@@ -235,6 +235,30 @@ def test_half_tiles_of_rows_that_share_entries(case: str) -> None:
     right_and_the_same_again(kernel, given, seed)
 
 
+@pytest.mark.parametrize(("heads", "tokens", "each"), [(32, 700, 3), (8, 1500, 1), (16, 333, 2)])
+def test_a_block_that_nobody_sees_may_hold_anything_beside_one_that_is_seen(
+    heads: int, tokens: int, each: int
+) -> None:
+    """Of lists of blocks of 64 in pairs: one block of each pair is in no list, now the first, now the second."""
+    seed = fresh()
+    torch.manual_seed(seed)
+    block = torch.arange(-(-tokens // 64), device="cuda")
+    in_list = (block + block // 2) % 2 == 0
+    (seen,) = in_list.nonzero(as_tuple=True)
+    chosen = seen[torch.randint(0, len(seen), (1, 2, tokens, each), device="cuda")].int()
+    q, k, v = (randn(1, n, tokens, 128) for n in (heads, 2, 2))
+    mask = sk.TokenLists(chosen, 64, causal=False).mask_for(q, k)
+    kernel, given = load(HOPPER), inputs(q, k, v, mask)
+    assert kernel.default(problem(q, k, v, mask)).paired
+    found = differentiate(kernel, given)
+    gate = judged(given, found)
+    assert gate.passed, f"seed {seed}: {gate}"
+    unseen = ~in_list.repeat_interleave(64)[:tokens, None]
+    poisoned = given._replace(k=k.masked_fill(unseen, torch.nan), v=v.masked_fill(unseen, torch.nan))
+    again = differentiate(kernel, poisoned)
+    assert all(torch.equal(a, b) for a, b in zip(found, again, strict=True)), f"seed {seed}"
+
+
 @pytest.mark.parametrize(
     ("name", "heads", "tokens", "dim"),
     [(HOPPER, 128, 70, 128), (HOPPER, 16, 500, 64), (HOPPER, 4, 500, 128), (PORTABLE, 128, 70, 128)],
