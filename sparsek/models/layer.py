@@ -349,8 +349,10 @@ def targets(
         else:
             configs[name] = wanted
     if not configs:
+        done = sum(isinstance(each, SparseLinear) for each in model.modules())
         raise InvalidInput(
-            "the model has no layer to prune"
+            f"the model has no {'more ' * bool(done)}layer to prune"
+            + f"; {done} are sparse already, and sk.densify_ makes them dense" * bool(done)
             + "".join(f"; {name or 'it'} {why}" for name, why in [*skipped.items()][:3])
         )
     return configs, skipped

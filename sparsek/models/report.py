@@ -47,7 +47,7 @@ class LayerRow:
     Attributes:
         name: Its name in the model.
         shape: (out_features, in_features), or that of the largest parameter of another kind of layer.
-        format: The format of its weight now, for example "BSR 64 50 %"; "" if it was skipped.
+        format: The format of its weight now, for example "BSR 64 50 %"; "" if it is dense.
         why_not: Why it was skipped; "" if it was not.
         why: Why "auto" chose this format, and how many packed experts no token of the calibration reaches.
         config: Its config as JSON; None if it was skipped.
@@ -155,12 +155,12 @@ class ModelReport:
     @property
     def replaced(self) -> tuple[LayerRow, ...]:
         """The rows of layers that became sparse."""
-        return tuple(row for row in self.rows if row.format)
+        return tuple(row for row in self.rows if row.format and not row.why_not)
 
     @property
     def skipped(self) -> tuple[LayerRow, ...]:
-        """The rows of layers that were skipped."""
-        return tuple(row for row in self.rows if not row.format)
+        """The rows of layers that were skipped, those that were sparse before among them."""
+        return tuple(row for row in self.rows if not row.format or row.why_not)
 
     @property
     def speed(self) -> float | None:
@@ -237,7 +237,7 @@ class ModelReport:
         return list(self._facts())
 
     def _facts(self) -> Iterator[str]:
-        yield f"{len(self.replaced)} of {len(self.rows)} layers are sparse"
+        yield f"{sum(bool(row.format) for row in self.rows)} of {len(self.rows)} layers are sparse"
         if self.speed:
             yield (
                 f"their products take {1 / self.speed:.3g}x the time of dense ones with {self.tokens} tokens, "

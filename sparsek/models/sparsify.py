@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -49,7 +50,7 @@ from sparsek.nn.sparse import SparseLinear
 from sparsek.products.formats.base import check_finite
 from sparsek.products.formats.pattern import block_sides, grid_of
 from sparsek.products.formats.quantized import Quantized
-from sparsek.products.ops.weight_formats import stored_fraction
+from sparsek.products.ops.weight_formats import FP8, WeightFormat, stored_fraction
 
 # The fewest blocks in a column and in a row of a weight: pruning fewer removes all of some outputs or inputs.
 LEAST_BLOCKS = 2
@@ -146,7 +147,7 @@ def sparsify_(
             why = auto.NO_EXPERTS
         if choice is not None and not why:
             configs[name] = choice
-        rows.append(LayerRow(name, shape_of(layer), why_not=why))
+        rows.append(LayerRow(name, shape_of(layer), _format_of(layer), why_not=why))
     automatic = {name: layers[name] for name, each in configs.items() if each == AUTO}
     picks = {} if planner is None else _picks(planner, automatic)
     made: dict[str, Any] = {}
@@ -311,6 +312,16 @@ def why_no_fit(weight: Tensor, config: LayerConfig) -> str:
             least = f"{LEAST_BLOCKS}x{LEAST_BLOCKS}"
             return f"has {rows}x{columns} blocks of {sides[0]}x{sides[1]}; at least {least} are needed"
     return "; ".join(form_of(config).why_not(weight))
+
+
+def _format_of(layer: Any) -> str:
+    """The format of a layer that is sparse already; "" of others."""
+    if not isinstance(layer, SparseLinear):
+        return ""
+    keep = 1.0
+    if layer._block is not None:
+        keep = len(layer.indices) / math.prod(grid_of((layer.out_features, layer.in_features), layer._block))
+    return WeightFormat(layer._kind + FP8 * bool(layer._scaled), layer._block or 0, keep).name
 
 
 def _replacement(

@@ -127,3 +127,30 @@ def test_the_planner_reaches_a_speed_with_small_errors() -> None:
         sk.sparsify_(wide(), HALF, max_error=0.5)
     with pytest.raises(InvalidInput, match="0 is on the meta device"):
         sk.sparsify_(wide().to("meta"), "auto", max_error=0.5)
+
+
+@pytest.mark.parametrize(
+    ("config", "form"),
+    [
+        (HALF, "BSR 32 50 %"),
+        (sk.SemiSparse(), "2:4"),
+        (sk.BlockSemiSparse((64, 128), 0.5), "BSR24 64x128 50 %"),
+        (sk.Float8(HALF), "BSR 32 50 % fp8"),
+        (sk.Float8(sk.SemiSparse()), "2:4 fp8"),
+    ],
+    ids=str,
+)
+def test_layers_that_were_sparse_before_are_not_called_dense(config: Any, form: str) -> None:
+    model = wide()
+    sk.sparsify_(model, {"0": config})
+    report = sk.sparsify_(model, {"2": HALF, "0": sk.SemiSparse()})
+    assert [row.format for row in report.rows] == [form, "BSR 32 50 %", ""]
+    assert [row.name for row in report.replaced] == ["2"]
+    assert [row.name for row in report.skipped] == ["0", "3"]
+    assert str(report).startswith("2 of 3 layers are sparse\n")
+    line = str(report).splitlines()[2]
+    assert form in line
+    assert line.endswith("is sparse already; sk.densify_ makes it dense")
+    assert f"<td>{form}</td>" in report.html()
+    with pytest.raises(InvalidInput, match="no more layer to prune; 2 are sparse already"):
+        sk.prune(model[:3], HALF, method="magnitude", reconstruct=None)
