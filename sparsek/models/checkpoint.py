@@ -206,7 +206,7 @@ def _content(folder: Path) -> tuple[dict[str, Tensor], Any, Path]:
             layers = _unmask(folder, tensors)
             if not layers:
                 raise InvalidFile(f"{folder}: no checkpoint of sparse layers; sk.save_model writes one")
-            about = written(layers)
+            about, where = written(layers), folder
     return tensors, about, where
 
 
@@ -220,6 +220,8 @@ def _unmask(folder: Path, tensors: dict[str, Tensor]) -> dict[str, SavedLayer]:
         own = name.removesuffix(".bitmask")
         layer = own.removesuffix(".weight")
         try:
+            if f"{layer}.weight" in tensors or layer in layers:
+                raise InvalidInput("has another weight beside that of the bit mask")
             weight = _masked_weight(own, layer, tensors)
             if isinstance(weight, Tensor):
                 tensors[f"{layer}.weight"] = weight
@@ -249,7 +251,8 @@ def _masked_weight(own: str, layer: str, tensors: dict[str, Tensor]) -> Any:
     are_sides = shape.numel() == 2 and shape.dtype in (torch.int64, torch.int32)
     n, k = shape.flatten().tolist() if are_sides else (0, 0)
     if min(n, k) < 1 or mask.dtype != torch.uint8 or mask.shape != (n, -(-k // 8)):
-        raise InvalidInput(f"shape is {arguments.shown(shape)}, and bitmask {arguments.shown(mask)}")
+        given = shape.flatten().tolist() if are_sides else arguments.shown(shape)
+        raise InvalidInput(f"shape is {given}, and bitmask {arguments.shown(mask)}; they do not fit")
     check_free(Path(layer), "it", n * k * 8, " as a dense matrix")
     found = behind_mask(values, mask, k)
     if isinstance(found, str):
@@ -264,6 +267,8 @@ def _masked_weight(own: str, layer: str, tensors: dict[str, Tensor]) -> Any:
         raise InvalidInput(
             f"weight_scale is {list(scale.shape)}; it must be one, or one for each of {n} rows"
         )
+    if not bool((scale.isfinite() & (scale > 0)).all()):
+        raise InvalidInput("weight_scale has values that are not positive and finite")
     if matrix is None:
         return (wide * scale.float().reshape(-1, 1)).to(scale.dtype)
     codes = Semi24.unchecked(matrix.values.to(values.dtype), matrix.meta)

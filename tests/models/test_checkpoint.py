@@ -381,6 +381,9 @@ def test_the_config_of_a_model_forgets_how_its_checkpoint_was_compressed(tmp_pat
         ("up.weight_scale", lambda x: torch.ones(256, 1), "weight_scale"),
         ("up.compressed", None, "go together"),
         ("up.shape", None, "go together"),
+        ("up.shape", lambda x: x.flip(0), r"shape is \[128, 256\], .*do not fit"),
+        ("up.weight", lambda x: torch.zeros(256, 128, dtype=torch.bfloat16), "up: has another weight beside"),
+        ("up.weight.bitmask", lambda x: torch.zeros(1), "up: has another weight beside"),
     ],
 )
 def test_wrong_bit_masks_are_refused(part: str, change: Any, why: str, tmp_path: Path) -> None:
@@ -389,6 +392,25 @@ def test_wrong_bit_masks_are_refused(part: str, change: Any, why: str, tmp_path:
     save_file(state if change is None else {**state, part: change(found)}, tmp_path / "model.safetensors")
     with pytest.raises(InvalidFile, match=why):
         sk.load_model(Net, tmp_path)
+
+
+@pytest.mark.parametrize("layer", ["up", "down"])  # 2:4, and not
+@pytest.mark.parametrize("fp8", ["row", "tensor"])
+def test_scales_behind_bit_masks_are_positive_and_finite(fp8: str, layer: str, tmp_path: Path) -> None:
+    for wrong in (torch.nan, torch.inf, 0.0, -1.0):
+        _, state = write_bit_masked(tmp_path, fp8, "")
+        state[f"{layer}.weight_scale"][-1] = wrong
+        save_file(state, tmp_path / "model.safetensors")
+        with pytest.raises(InvalidFile, match=f"{layer}: .*not positive and finite"):
+            sk.load_model(Net, tmp_path)
+
+
+def test_a_tensor_without_a_place_is_not_blamed_on_the_config(tmp_path: Path) -> None:
+    _, state = write_bit_masked(tmp_path, "", "")
+    save_file(state | {"up.weight_g_idx": torch.zeros(128)}, tmp_path / "model.safetensors")
+    with pytest.raises(InvalidFile, match="the model has no place for up.weight_g_idx") as error:
+        sk.load_model(Net, tmp_path)
+    assert "config.json" not in str(error.value)
 
 
 def test_packed_weights_are_refused(tmp_path: Path) -> None:
