@@ -146,13 +146,14 @@ class Passes:
             for a, b in zip(ours, theirs, strict=True):
                 shapes = {name: (*a.shape[:-1], len(weights[name][0])) for name in places}
                 lost = {
-                    name: _rows(there[place] - here[place])
+                    name: _rows(line.real(there[place] - here[place], batch))
                     for name, place in places.items()
                     if block is not dense
                     and all(place in side and side[place].shape == shapes[name] for side in (there, here))
                 }
                 with dtypes.as_given(a.device):
-                    moments.add(_rows(a), _rows(b), line.rows(a, batch), weights, lost)
+                    x, y = (_rows(line.real(each, batch)) for each in (a, b))
+                    moments.add(x, y, line.rows(a, batch), weights, lost)
         return [moments.mean() if moments.count else None]
 
     def _moments_of_experts(
@@ -332,11 +333,12 @@ def residuals_of(
     layers: Mapping[str, nn.Module],
     groups: Iterable[tuple[str, ...]],
     run: Callable[[], Any],
+    real: Callable[[Tensor], Tensor] = lambda x: x,
 ) -> dict[str, TensorPlace]:
     """Where the residual of each layer passes: a tensor before it whose sum with its output is a tensor after it.
 
-    Found by value: layers called once, whose sums pass into a module, or out of the block. The residual passes before
-    the group of the layer is called. Tensors that are written to after they pass are none.
+    Found by value, of what is `real` in them: layers called once, whose sums pass into a module, or out of the block.
+    The residual passes before the group of the layer is called. Tensors that are written to after they pass are none.
     """
     passed: list[tuple[TensorPlace, Tensor, int]] = []
 
@@ -372,7 +374,9 @@ def residuals_of(
             for part in (passed[: start[0] + 1], passed[own[0] + 1 :])
         )
         if _is_like(y, y, passed[own[0]][2]):
-            place = _residual(y, list(before.values())[::-1], [x for _, x in list(after.values())[::-1]])
+            place = _residual(
+                y, list(before.values())[::-1], [x for _, x in list(after.values())[::-1]], real
+            )
             if place is not None:
                 found[name] = place
     return found
@@ -384,15 +388,21 @@ def _is_like(x: Tensor, y: Tensor, version: int) -> bool:
     return like and stream.version_of(x) == version
 
 
-def _residual(y: Tensor, before: list[tuple[TensorPlace, Tensor]], after: list[Tensor]) -> TensorPlace | None:
+def _residual(
+    y: Tensor,
+    before: list[tuple[TensorPlace, Tensor]],
+    after: list[Tensor],
+    real: Callable[[Tensor], Tensor],
+) -> TensorPlace | None:
     """Where r passes of a sum z = y + r, in each element, that y makes another than r."""
     wide = torch.promote_types(y.dtype, torch.float32)
+    y_real = real(y)
     for z in after:
-        whole = z.to(wide)
+        whole = real(z.to(wide))
         for place, each in before:
-            r, eps = each.to(wide), max(torch.finfo(x.dtype).eps for x in (y, z, each))
+            r, eps = real(each.to(wide)), max(torch.finfo(x.dtype).eps for x in (y, z, each))
             room = 4 * eps * (whole.abs() + r.abs())
-            if bool(((whole - y - r).abs() <= room).all() & (y.abs() > room).any()):
+            if bool(((whole - y_real - r).abs() <= room).all() & (y_real.abs() > room).any()):
                 return place
     return None
 

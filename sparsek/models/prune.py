@@ -400,7 +400,13 @@ class _Run(Passes):
         groups = self._groups(line, index, dense, originals)
         residuals: dict[str, TensorPlace] = {}
         if follow and groups:
-            residuals = residuals_of(dense, originals, groups, lambda: line.call(dense, index, DENSE, 0))
+            residuals = residuals_of(
+                dense,
+                originals,
+                groups,
+                lambda: line.call(dense, index, DENSE, 0),
+                lambda x: line.real(x, 0),
+            )
         units = []
         if self.settings.permute and self.settings.method == "obs":
             units = free_units(line, index, dense, originals, groups, self.configs)
@@ -486,8 +492,16 @@ class _Run(Passes):
         """Let the stored values of a block learn the outputs of the dense block."""
 
         def loss(batch: int) -> Tensor:
+            def fill(_: nn.Module, *given: Any) -> Any:  # gradients of weights would be NaN
+                return tree_map_only(Tensor, lambda x: line.real(x, batch), given)
+
             wanted = line.get(index + 1, DENSE, batch)
-            found = line.outputs(line.call(block, index, PRUNED, batch), index, batch)
+            hooks = [each.register_forward_pre_hook(fill, with_kwargs=True) for each in filled]
+            try:
+                found = line.outputs(line.call(block, index, PRUNED, batch), index, batch)
+            finally:
+                for hook in hooks:
+                    hook.remove()
             total = torch.zeros((), dtype=torch.float32, device=stream.device_of(block))
             for at, each in found.items():
                 if (
@@ -496,11 +510,11 @@ class _Run(Passes):
                     and each.ndim > 1
                 ):
                     other = wanted[at].to(each.device).float()
-                    rows = line.rows(each, batch).view(*each.shape[:-1], 1)
-                    lost = (each.float() - other).square() * rows
-                    total = total + lost.sum() / (other.square() * rows).sum().clamp(min=1e-30)
+                    lost, whole = (line.real(x, batch).square().sum() for x in (each.float() - other, other))
+                    total = total + lost / whole.clamp(min=1e-30)
             return total
 
+        filled = [each for each in layers.values() if not isinstance(each, PackedLinear)]
         weights, biases = [], []
         for each, layer in layers.items():
             _, bias = weights_of(layer)

@@ -548,6 +548,12 @@ class Stream:
             return torch.stack(masks).any(0).to(x.device, torch.float32)
         return torch.ones(count, dtype=torch.float32, device=x.device)
 
+    def real(self, x: Tensor, batch: int) -> Tensor:
+        """Return x [..., K] with zeros in the rows of padding, whatever they hold, also NaN."""
+        if not self.padding[batch] or x.ndim < 2:
+            return x
+        return x.masked_fill(self.rows(x, batch).view(*x.shape[:-1], 1) == 0, 0)
+
     def _arguments(self, side: str) -> str:
         return f"{self.label}.arguments.{side}"
 

@@ -206,7 +206,8 @@ class _Trial:
             return noise.to(found)
 
         def take(_: Any, args: Any, kwargs: Any) -> None:
-            taken.append((args[0] if args else next(iter(kwargs.values()))).clone())  # or written to later
+            x = args[0] if args else next(iter(kwargs.values()))
+            taken.append(self.line.real(x.clone(), batch))  # or written to later
 
         hooks: list[Any] = [self.layers[name].register_forward_hook(make) for name in makers]
         hooks.append(layer.register_forward_pre_hook(take, with_kwargs=True))
@@ -219,7 +220,8 @@ class _Trial:
             layer.weight.data = kept
             for hook in hooks:
                 hook.remove()
-        return taken, [each for each in found.values() if each.is_floating_point()]
+        floats = (each for each in found.values() if each.is_floating_point())
+        return taken, [self.line.real(each, batch) for each in floats]
 
 
 def _near(found: list[Tensor], wanted: list[Tensor]) -> bool:

@@ -291,6 +291,33 @@ def test_layers_that_run_for_some_batches_learn_from_these(monkeypatch: pytest.M
     assert len(report.replaced) == 6
 
 
+@pytest.mark.parametrize("reconstruct", ["layer", "block"])
+@pytest.mark.parametrize("config", [HALF, sk.SemiSparse(), sk.Float8(HALF)], ids=str)
+def test_padding_may_hold_anything(config: Any, reconstruct: Any):
+    class Padded(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = model(lambda own, x: x + own.b(nn.functional.gelu(own.a(own.norm(x)))))
+
+        def forward(self, x: Tensor, attention_mask: Tensor) -> Tensor:
+            return self.blocks(x)
+
+    mask = torch.arange(12).expand(8, 12) < torch.tensor([[12], [5]]).repeat(4, 1)
+    made, reports = [], []
+    for held in (1.0, torch.nan, torch.inf):
+        x = data(1)[0].view(8, 12, 32).masked_fill(~mask[..., None], held)
+        made.append(Padded())
+        batches = [{"x": x, "attention_mask": mask}]
+        reports.append(sk.prune(made[-1], config, calibration=batches, reconstruct=reconstruct))
+    for other, report in zip(made[1:], reports[1:], strict=True):
+        assert same(state(made[0]), state(other))
+        for row, plain in zip(report.rows, reports[0].rows, strict=True):
+            assert (row.error, row.error_after) == pytest.approx((plain.error, plain.error_after))
+    broken = [{"x": torch.full((8, 12, 32), torch.nan), "attention_mask": mask}]
+    with pytest.raises(InvalidInput, match="its inputs on the calibration, have NaN"):
+        sk.prune(Padded(), config, calibration=broken, reconstruct=reconstruct)
+
+
 class Ended(BaseException):
     """As of a user who ends a run."""
 
