@@ -408,7 +408,7 @@ def test_scales_behind_bit_masks_are_positive_and_finite(fp8: str, layer: str, t
 def test_a_tensor_without_a_place_is_not_blamed_on_the_config(tmp_path: Path) -> None:
     _, state = write_bit_masked(tmp_path, "", "")
     save_file(state | {"up.weight_g_idx": torch.zeros(128)}, tmp_path / "model.safetensors")
-    with pytest.raises(InvalidFile, match="the model has no place for up.weight_g_idx") as error:
+    with pytest.raises(InvalidFile, match="the model has no place for up") as error:
         sk.load_model(Net, tmp_path)
     assert "config.json" not in str(error.value)
 
