@@ -24,8 +24,8 @@ class Simulated(NamedTuple):
         tokens: Tokens of the longest shard over the mean.
         received: Bytes that the rank with most receives.
         share: These bytes over those of gathering all keys and values.
-        seconds: The longest rank, where `pair_seconds` and `bandwidth` are given: the longer of its attention and of
-            its exchange, as if they overlapped wholly. Otherwise 0.
+        seconds: The longest rank, where `pair_seconds` and `bandwidth` are given: its attention, and then what it
+            receives. Otherwise 0.
     """
 
     ranks: int
@@ -90,7 +90,7 @@ def simulate(
         seconds = 0.0
         if pair_seconds and bandwidth:
             heads = sizes[0] * int(q_heads) / (whole.batch * whole.heads)
-            seconds = max(float(each._pairs.max()) * heads * pair_seconds, received / bandwidth)
+            seconds = float(each._pairs.max()) * heads * pair_seconds + received / bandwidth
         tokens = float(queries.tokens.max() * each.ranks / max(whole.q_len, 1))
         made.append(
             Simulated(each.ranks, each.imbalance, tokens, received, received / max(every, 1), seconds)
