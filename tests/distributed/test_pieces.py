@@ -473,7 +473,8 @@ def test_one_gpu_over_nccl_is_attention() -> None:
 
 
 def test_a_simulation_adds_the_pairs_of_the_fullest_rank_and_what_it_receives() -> None:
-    mask, each = sk.BlockMask.causal(4096), {"q_heads": 8, "kv_heads": 2, "dim": 64}
+    mask = sk.BlockMask.causal(4096)
+    each: dict[str, Any] = {"q_heads": 8, "kv_heads": 2, "dim": 64}
     (one,) = sk.distributed.simulate(mask, (4,), pair_seconds=1e-9, bandwidth=1e9, **each)
     pairs = 8 * 4096 * 4097 / 2 / 4
     assert one.received == 3 * 4096 // 4 * 2 * 2 * 64 * 2  # keys and values of the others, bfloat16
