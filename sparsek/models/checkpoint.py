@@ -67,8 +67,9 @@ def save_model(model: nn.Module, directory: StrPath) -> None:
                 "model of one process, and save that"
             )
         if not plain or tensor.is_meta:
+            kind = "" if type(tensor) in (Tensor, nn.Parameter) else f" of class {type(tensor).__name__}"
             raise InvalidInput(
-                f"{name} of the state dict is {arguments.shown(tensor)}; only plain tensors with values are saved"
+                f"{name} of the state dict is {arguments.shown(tensor)}{kind}; only plain tensors with values are saved"
             )
         key = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
         if tensor.numel() and key in first:

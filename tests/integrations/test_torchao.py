@@ -111,3 +111,26 @@ def test_any_verb_may_load_first_after_torchao(first: str) -> None:
         "print(sk.SemiSparse in sys.modules[REGISTRY]._QUANTIZE_CONFIG_HANDLER)"
     )
     assert python(code) == "True"
+
+
+def test_a_layer_by_itself_is_not_left_dense_in_silence(torchao: Any) -> None:
+    layer, x = nn.Linear(64, 64), torch.randn(2, 64)
+    torchao.quantize_(layer, sk.SemiSparse())
+    with pytest.raises(InvalidInput, match="give it the model, not the layer itself"):
+        layer(x)
+
+
+def test_a_layer_in_two_places_becomes_one(torchao: Any) -> None:
+    first = dense()
+    model: Any = nn.ModuleDict({"first": first, "second": nn.Sequential(first[0], nn.GELU())})
+    torchao.quantize_(model, sk.SemiSparse())
+    assert isinstance(model.first[0], SparseLinear)
+    assert model.second[0] is model.first[0]
+
+
+def test_weights_with_nan_are_refused_without_a_name_of_none(torchao: Any) -> None:
+    model: Any = dense()
+    with torch.no_grad():
+        model[2].weight[0, 0] = torch.nan
+    with pytest.raises(InvalidInput, match=r"^a Linear: its weight has 1 elements that are NaN"):
+        torchao.quantize_(model, sk.SemiSparse())

@@ -263,6 +263,11 @@ def test_arguments_are_checked(tmp_path: Path) -> None:
         sk.load_model(Net, tmp_path, device="nowhere")
     with pytest.raises(InvalidInput, match="plain tensors with values"):
         sk.save_model(Net().to("meta"), tmp_path)
+    own = type("Packed", (torch.Tensor,), {})
+    net = sparse()
+    net.norm.weight = nn.Parameter(net.norm.weight.detach().as_subclass(own))
+    with pytest.raises(InvalidInput, match=r"norm\.weight .* of class Packed; only plain tensors"):
+        sk.save_model(net, tmp_path)
     with pytest.raises(InvalidInput, match="cannot be made: File exists"):
         sk.save_model(sparse(), tmp_path / "model.safetensors")
     with pytest.raises(InvalidInput, match=r"a torch\.nn\.Module"):
