@@ -22,8 +22,7 @@ from torch import nn
 
 from sparsek.core import arguments, dtypes
 from sparsek.core.errors import InvalidInput
-from sparsek.models.sparsify import dense_of
-from sparsek.nn.replace import Origin, has_own_forward, is_packed
+from sparsek.nn.replace import Origin, dense_of, has_own_forward, is_packed
 from sparsek.nn.sparse import SparseLinear
 
 # Its classes have no types for options but their own.

@@ -15,7 +15,7 @@ from sparsek.core import arguments, dtypes
 from sparsek.core.arguments import INT32_MAX
 from sparsek.core.device import Card, card_named, card_of
 from sparsek.core.errors import InvalidInput
-from sparsek.core.tracing import outside_inference, saveable
+from sparsek.core.tracing import outside_inference
 from sparsek.models import auto, quality
 from sparsek.models.auto import Auto, timed, wanted_card
 from sparsek.models.config import (
@@ -35,8 +35,8 @@ from sparsek.models.stream import Batch, batches_of, device_of
 from sparsek.nn.experts import PackedLinear, packed_names, repacked, routes_of, why_no_packed_fit
 from sparsek.nn.replace import (
     Facts,
-    Origin,
     adopt,
+    dense_of,
     has_own_forward,
     is_linear,
     is_packed,
@@ -267,35 +267,6 @@ def densify_(model: nn.Module, filter_fn: Callable[[nn.Module, str], bool] | Non
         made[name] = of_layer[id(layer)]
     swap(model, made)
     return list(made)
-
-
-def dense_of(name: str, layer: Any, is_frozen: bool) -> nn.Module:
-    """The dense layer of a sparse one. A weight in FP8 learns if it did, unless its bias or the model was frozen."""
-    if layer.activation is not None:
-        raise InvalidInput(
-            f"{name or 'the layer'} applies {layer.activation!r}, and dense layers have no activation: set its "
-            "activation to None, and call it after the layer"
-        )
-    values = layer._parameters.get("values")
-    kind, learns, bias = getattr(layer, "_origin", Origin(nn.Linear, True))
-    if values is not None:
-        learns = values.requires_grad
-    elif is_frozen or (bias and layer.bias is not None and not layer.bias.requires_grad):
-        learns = False
-    sizes = (layer.in_features, layer.out_features)
-    if any(each.is_meta for each in (*layer.parameters(), *layer.buffers())):
-        like = layer.values if values is not None else layer.to_dense()
-        weight = torch.empty(sizes[::-1], dtype=like.dtype, device="meta")
-    else:
-        weight = layer.to_dense()
-    if kind is nn.Linear:
-        made: Any = nn.Linear(*sizes, bias=layer.bias is not None, device="meta")
-    else:
-        with torch.device("meta"):
-            made = kind(*sizes[::-1])
-        weight = weight.T.contiguous()
-    made.weight = nn.Parameter(saveable(weight.detach()), learns)
-    return adopt(made, layer, None)
 
 
 def why_no_fit(weight: Tensor, config: LayerConfig) -> str:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from sparsek.core import dtypes
 from sparsek.core.errors import InvalidInput
+from sparsek.core.tracing import saveable
 from sparsek.nn.experts import PackedLinear, SparseExperts, packed_names, why_not_packed
 from sparsek.nn.gated import GatedMLP, fitted_class
 from sparsek.nn.parameter import PLAIN
@@ -152,6 +153,35 @@ def adopt(new: Any, old: Any, origin: type[nn.Module] | None = nn.Linear) -> Any
                 new.__dict__[name] = MethodType(each.__func__, new) if bound else each
     note(stored_in(new), stored_in(old))
     return new.train(old.training)
+
+
+def dense_of(name: str, layer: Any, is_frozen: bool) -> nn.Module:
+    """The dense layer of a sparse one. A weight in FP8 learns if it did, unless its bias or the model was frozen."""
+    if layer.activation is not None:
+        raise InvalidInput(
+            f"{name or 'the layer'} applies {layer.activation!r}, and dense layers have no activation: set its "
+            "activation to None, and call it after the layer"
+        )
+    values = layer._parameters.get("values")
+    kind, learns, bias = getattr(layer, "_origin", Origin(nn.Linear, True))
+    if values is not None:
+        learns = values.requires_grad
+    elif is_frozen or (bias and layer.bias is not None and not layer.bias.requires_grad):
+        learns = False
+    sizes = (layer.in_features, layer.out_features)
+    if any(each.is_meta for each in (*layer.parameters(), *layer.buffers())):
+        like = layer.values if values is not None else layer.to_dense()
+        weight = torch.empty(sizes[::-1], dtype=like.dtype, device="meta")
+    else:
+        weight = layer.to_dense()
+    if kind is nn.Linear:
+        made: Any = nn.Linear(*sizes, bias=layer.bias is not None, device="meta")
+    else:
+        with torch.device("meta"):
+            made = kind(*sizes[::-1])
+        weight = weight.T.contiguous()
+    made.weight = nn.Parameter(saveable(weight.detach()), learns)
+    return adopt(made, layer, None)
 
 
 def swap(model: nn.Module, made: Mapping[str, nn.Module | nn.Parameter]) -> dict[str, Any]:
