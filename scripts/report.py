@@ -26,7 +26,8 @@ from sparsek_bench.suites.semi24 import Semi24Case
 from sparsek_bench.suites.spmm import SpmmCase
 
 BEGIN, END = "<!-- records:{name} -->", "<!-- /records -->"
-README, PAGE, PICTURES = "README.md", "docs/benchmarks/index.md", "docs/pictures"
+README, PICTURES = "README.md", "docs/pictures"
+PAGE, ATTENTION_PAGE = "docs/benchmarks/index.md", "docs/benchmarks/attention.md"
 
 
 class Front(NamedTuple):
@@ -88,7 +89,16 @@ def _fastest(record: Record, peers: Sequence[str]) -> str:
 
 def blocks(found: Sequence[Record]) -> list[tuple[str, str, str]]:
     """Page, name of the marker and text of every generated block."""
-    return [(README, "front", front(found)), *((PAGE, op, report.markdown(found, op)) for op in TABLES)]
+    return [
+        (README, "front", front(found)),
+        *((page_of(op), op, report.markdown(found, op)) for op in TABLES),
+    ]
+
+
+def page_of(op: str) -> str:
+    """The page of an operation's table."""
+    of_attention = op.startswith(("attention", "policy")) or op in ("serving", "fresh")
+    return ATTENTION_PAGE if of_attention else PAGE
 
 
 def section(page: str, name: str, path: str = "page") -> tuple[int, int]:

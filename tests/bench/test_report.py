@@ -207,7 +207,9 @@ def around(page: str) -> str:
 def test_blocks_are_filled_and_nothing_else_moves(checkout: Path, make_record: Make) -> None:
     found = [make_record()]
     before = around((checkout / pages.PAGE).read_text())
-    assert set(pages.write(checkout, found)) == {checkout / pages.PAGE, checkout / pages.README}
+    assert set(pages.write(checkout, found)) == {
+        checkout / pages.PAGE, checkout / pages.ATTENTION_PAGE, checkout / pages.README
+    }  # fmt: skip
     after = (checkout / pages.PAGE).read_text()
     assert around(after) == before
     assert "\n| 8192³ block 128 12.5 %, cpu.spmm | 0.200 ± 0.030 | 8.00x | 687 | 100 % |\n" in after
@@ -291,6 +293,7 @@ def test_the_script_writes_and_checks(
 
 
 def test_every_table_stands_once() -> None:
-    page = (ROOT / pages.PAGE).read_text(encoding="utf-8")
+    both = "\n".join((ROOT / page).read_text(encoding="utf-8") for page in (pages.PAGE, pages.ATTENTION_PAGE))
     for op in TABLES:
-        assert page.count(f"\n<!-- records:{op} -->\n") == 1
+        assert both.count(f"\n<!-- records:{op} -->\n") == 1
+        assert f"\n<!-- records:{op} -->\n" in (ROOT / pages.page_of(op)).read_text(encoding="utf-8")

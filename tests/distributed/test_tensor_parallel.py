@@ -122,7 +122,7 @@ def compiled_gated_mlps_trace_nothing_of_their_weights() -> None:
     whole = nn.Sequential(*mlps, nn.ReLU())
     x = torch.randn(8, 128, dtype=torch.float64, generator=draw)
     right, split = whole(x), copy.deepcopy(whole)
-    for each in split[:2]:
+    for each in (split[0], split[1]):
         sk.distributed.GatedSparse()._apply(each, mesh)
     compiled = torch.compile(split, backend=counter)
     with torch.no_grad():

@@ -1,0 +1,127 @@
+"""Keeps the records of kernels whose source has changed since a commit and whose machine code has not.
+
+  same_code.py COMMIT     those that are stale, were fresh at COMMIT, and have the same PTX get today's hash
+
+A device function may gain a branch that only some configs take: the others have the code that was measured. Every
+config that a record has is compiled for sm_90a in both states, without a GPU. Only device functions may differ; a
+record whose kernel differs in anything else, or cannot be compiled here, stays as it is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from sparsek.core import env  # noqa: E402
+from sparsek_bench.engine import records, sources  # noqa: E402
+from sparsek_bench.engine.bench import OPS  # noqa: E402
+
+# Runs in either state: its own kernels, and its own tests' way to compile them.
+COMPILE = """
+import json, sys
+from tests.engine.launch import hopper_code
+hopper_code._code = lambda kernel, log, reads_sass: kernel.asm["ptx"]
+for line in sys.stdin:
+    name, fields, dtype = json.loads(line)
+    config = getattr(hopper_code, name.partition(".")[2]).Config
+    given = {key: tuple(value) if isinstance(value, list) else value for key, value in fields.items()}
+    print(json.dumps(hopper_code.compiled(config(**given), dtype, False)), flush=True)
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("commit", help="the state in which the records were fresh")
+    parser.add_argument("--records", type=Path, default=Path(env.bench_records_dir()), help="their folder")
+    given = parser.parse_args(arguments)
+    with tempfile.TemporaryDirectory() as folder:
+        before = Path(folder)
+        archive = ["git", "archive", "--output", f"{folder}/state.tar", given.commit, "sparsek", "tests"]
+        subprocess.run(archive, cwd=ROOT, check=True)
+        shutil.unpack_archive(before / "state.tar", before)
+        for path in sorted(given.records.rglob("*.jsonl")):
+            kept = records.read(path)
+            count = keep(kept, before)
+            if count:
+                path.write_text("".join(json.dumps(each, allow_nan=False) + "\n" for each in kept), "utf-8")
+                print(f"{path.name}: {count} records have the same machine code")
+    return 0
+
+
+def keep(kept: list[dict[str, Any]], before: Path) -> int:
+    """Gives records today's hash where their code is that of the state in `before`; how many they are."""
+    wanted = [each for each in kept if may_keep(each, before)]
+    jobs = sorted({json.dumps(job) for each in wanted for job in jobs_of(each)})
+    if not jobs:
+        return 0
+    old, new = (compiled(root, jobs) for root in (before, ROOT))
+    same = {job for job in jobs if job in new and old.get(job) == new[job]}
+    found = [each for each in wanted if {json.dumps(job) for job in jobs_of(each)} <= same]
+    for each in found:
+        each["source_hash"] = records.hash_of(each["op"], each["kernel"])
+    return len(found)
+
+
+def may_keep(record: dict[str, Any], before: Path) -> bool:
+    """Whether it is stale, was fresh then, and only device functions of its kernels differ since."""
+    kind, kernels = OPS[record["op"]], record["kernel"].split(sources.JOINED)
+    if kind.hosted or records.is_fresh(record):
+        return False
+    names, then = sources.JOINED.join((*kernels, *kind.sources)), before / "sparsek"
+    if record["source_hash"] != sources.source_hash(names, then):
+        return False
+    for name in kernels:
+        old, new = (set(sources.counted(name, root)) for root in (then, sources.ROOT))
+        if not all("attr='jit'" in text for _, text in old ^ new):  # of its decorator
+            return False
+    return True
+
+
+def jobs_of(record: dict[str, Any]) -> list[tuple[str, dict[str, Any], str]]:
+    """(kernel, config, dtype) of all that a record's call launches."""
+    config, dtype = record["config"], record["case"]["dtype"]
+    kernels = record["kernel"].split(sources.JOINED)
+    if len(kernels) == 1:
+        return [(kernels[0], config, dtype)]
+    by_pass = {"attention_fwd": "forward", "attention_bwd": "backward"}
+    return [(name, config.get(by_pass.get(name.partition(".")[2], name), {}), dtype) for name in kernels]
+
+
+def compiled(root: Path, jobs: Sequence[str]) -> dict[str, str]:
+    """A hash of the PTX of each job, without the lines of the source; jobs behind one that fails are left out."""
+    with tempfile.TemporaryDirectory() as cache:
+        place = {"PYTHONPATH": str(root), "TRITON_CACHE_DIR": cache}
+        done = subprocess.run(
+            [sys.executable, "-c", COMPILE], cwd=root, input="\n".join(jobs), text=True, capture_output=True,
+            env=os.environ | place, check=False,
+        )  # fmt: skip
+    if done.returncode:
+        print(done.stderr.strip().splitlines()[-1], file=sys.stderr)
+    found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('"')]
+    return {job: code_hash(ptx) for job, ptx in zip(jobs, found, strict=False)}
+
+
+def code_hash(ptx: str) -> str:
+    """A hash of the instructions: without comments, debug sections, and the lines that they come of."""
+    lines = (line.split("//")[0].rstrip() for line in ptx.split(".section")[0].splitlines())
+    kept = [line for line in lines if line and not re.match(r"\s*\.(loc|file)\b|\s*\$L__tmp\d+:", line)]
+    return hashlib.sha256("\n".join(kept).encode()).hexdigest()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

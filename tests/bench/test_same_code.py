@@ -1,0 +1,65 @@
+"""Records keep counting where machine code is the one that was measured."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from scripts import same_code
+from sparsek_bench.engine import records
+from sparsek_bench.suites.attention_grad import AttentionGradCase
+
+CASE = AttentionGradCase.square("causal", 8)
+PTX = """//
+.visible .entry kernel()
+{
+	.loc	1 20 30                         // a.py:20:30
+	add.s32 	%r1, %r2, NUMBER;
+$L__tmp3:
+}
+.section	.debug_str
+"""
+
+
+def test_lines_of_the_source_and_comments_are_no_code() -> None:
+    first = same_code.code_hash(PTX.replace("NUMBER", "1"))
+    assert first == same_code.code_hash(
+        PTX.replace("NUMBER", "1").replace("20", "21").replace("tmp3", "tmp4")
+    )
+    assert first != same_code.code_hash(PTX.replace("NUMBER", "2"))
+
+
+def test_a_record_whose_config_has_the_same_code_gets_todays_hash(
+    monkeypatch: pytest.MonkeyPatch, make_record: Any, tmp_path: Path
+) -> None:
+    kernel = "hopper.attention_bwd"
+    same, other = (
+        make_record(CASE, kernel=kernel, config={"paired": paired}, source_hash="0" * 16)
+        for paired in (False, True)
+    )
+    monkeypatch.setattr(same_code, "may_keep", lambda record, before: not records.is_fresh(record))
+
+    def compiled(root: Path, jobs: list[str]) -> dict[str, str]:
+        return {job: f"{root if json.loads(job)[1]['paired'] else ''}" for job in jobs}
+
+    monkeypatch.setattr(same_code, "compiled", compiled)
+    assert same_code.keep([same, other], tmp_path) == 1
+    assert records.is_fresh(same)
+    assert other["source_hash"] == "0" * 16
+    assert same_code.keep([same], tmp_path) == 0
+
+
+def test_a_step_has_the_code_of_both_passes(make_record: Any) -> None:
+    config = {"forward": {"dim": 128}, "backward": {"dim": 64}}
+    record = make_record(CASE, kernel="hopper.attention_bwd + hopper.attention_fwd", config=config)
+    assert same_code.jobs_of(record) == [
+        ("hopper.attention_bwd", {"dim": 64}, "bf16"),
+        ("hopper.attention_fwd", {"dim": 128}, "bf16"),
+    ]
+
+
+def test_only_stale_records_of_unchanged_host_code_are_looked_at(make_record: Any, tmp_path: Path) -> None:
+    record = make_record(CASE, kernel="hopper.attention_bwd")
+    assert records.is_fresh(record)
+    assert not same_code.may_keep(record, tmp_path)  # which has no sources, and is not read
