@@ -7,6 +7,8 @@
   gpu.py status         each part: fresh, stale, red or missing, and its files that are not fresh; exit status 0 if
                         all are fresh
   gpu.py page           writes docs/gpu-test-log.md from the evidence
+  gpu.py recover FILE   completes the evidence of a run that was killed, of the files that ran whole, by the folder
+                        of its trace beside it, in the same sources
 
 The machine with the GPU needs pytest and xdist as well as sparsek's own requirements, and neither .venv nor .git.
 Environment: SPARSEK_EVIDENCE, the folder for evidence, as --out.
@@ -51,12 +53,21 @@ def main() -> int:
     run.add_argument("--stale", action="store_true", help="only test files that are not fresh")
     commands.add_parser("status", help="what the evidence is worth")
     commands.add_parser("page", help="write docs/gpu-test-log.md")
+    recover = commands.add_parser(
+        "recover", help="complete the evidence of a run that was killed, by its trace"
+    )
+    recover.add_argument("evidence", type=Path, help="again-7.json, with the folder again-7.trace beside it")
     given = parser.parse_args(arguments)
     try:
         if given.command == "status":
             return status()
         if given.command == "page":
             (ROOT / page.PAGE).write_text(page.page(record.read(EVIDENCE / CHIP)), encoding="utf-8")
+            return 0
+        if given.command == "recover":
+            from tests.evidence import plugin  # needs pytest
+
+            plugin.recover(given.evidence)
             return 0
         return Run(given, rest).all()
     except ValueError as error:

@@ -6,13 +6,14 @@ from __future__ import annotations
 
 import datetime
 import hashlib
+import json
 import os
 import platform
 import re
+import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
@@ -169,7 +170,9 @@ class Recorder:
         self.date = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
         self.commit = commit_of(ROOT)
         self.paths = _files(config.args, self.root)
-        self.trace = Path(tempfile.mkdtemp(prefix="sparsek-trace-"))
+        self.trace = trace_of(self.path.resolve())
+        shutil.rmtree(self.trace, ignore_errors=True)
+        self.trace.mkdir(parents=True)
         os.environ.update(trace.environment(self.trace))  # for the workers, and what they start
         os.environ.pop(END, None)  # that of a run which started this one
         if seconds := config.getoption("--seconds"):
@@ -229,6 +232,7 @@ class Recorder:
             trace.current.decide()
         self.executed = executed_by(self.trace, self.paths, {parts.file_of(test) for test in self.ended})
         self.write()
+        shutil.rmtree(self.trace, ignore_errors=True)
 
     def _leave_out_cut_files(self) -> None:
         """Files whose tests did not all begin say nothing, unless one failed: earlier evidence of them stands."""
@@ -295,6 +299,31 @@ class Recorder:
             path: {"tests": tests[path], "ran": ran[path], "seconds": round(seconds[path], 2)}
             for path in self.paths
         }
+
+
+def trace_of(path: Path) -> Path:
+    """Where a run's trace is while it runs, and stays if it is killed: beside its evidence."""
+    return path.with_suffix(".trace")
+
+
+def recover(path: Path) -> None:
+    """Completes the evidence of a run that was killed, of its files that ran whole or failed, by its trace.
+
+    In the tree that it ran in, or one with the same sources. What had ended in other files is taken off what passed.
+    """
+    found = json.loads(path.read_text(encoding="utf-8"))
+    red = {parts.file_of(each["test"]) for each in found["failed"]}
+    kept = {
+        name: each for name, each in found["files"].items() if each["ran"] == each["tests"] or name in red
+    }
+    tests, ran = (sum(each[name] for each in kept.values()) for name in ("tests", "ran"))
+    others = sum(each["ran"] for name, each in found["files"].items() if name not in kept)
+    found |= {"files": kept, "unfinished": [], "finished": tests == ran}
+    passed = found["counts"]["passed"] - others
+    found["counts"] |= {"tests": tests, "passed": passed, "unrun": tests - ran}
+    found["executed"] = executed_by(trace_of(path), list(kept), {name for name in kept if kept[name]["ran"]})
+    record.write(path, found)
+    shutil.rmtree(trace_of(path), ignore_errors=True)
 
 
 def executed_by(folder: Path, files: Sequence[str], ran: set[str]) -> str:

@@ -189,8 +189,10 @@ def test_files_that_time_cuts_are_left_out_and_others_are_evidence(tmp_path: Pat
 
 
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
-def test_a_run_that_is_cut_says_so(tmp_path: Path, how: signal.Signals) -> None:
-    folder = project(tmp_path, hangs=HANGS)
+def test_a_run_that_is_cut_says_so_and_keeps_the_files_that_ran_whole(
+    tmp_path: Path, how: signal.Signals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = project(tmp_path, early=ORDER, hangs=HANGS)
     process = start(folder)
     try:
         deadline = time.monotonic() + 60
@@ -207,4 +209,19 @@ def test_a_run_that_is_cut_says_so(tmp_path: Path, how: signal.Signals) -> None:
     found = written(folder)
     assert not found["finished"]
     assert found["unfinished"] == ["tests/test_hangs.py::test_hangs"]
-    assert found["counts"] == {"tests": 3, "passed": 1, "failed": 0, "skipped": 0, "unrun": 2}
+    assert found["counts"] == {"tests": 7, "passed": 5, "failed": 0, "skipped": 0, "unrun": 2}
+    path = folder / "out" / "cpu" / "1-of-2.json"
+    assert [*plugin.trace_of(path).iterdir()]
+
+    def executed_by(trace: Path, files: list[str], ran: set[str]) -> str:
+        assert trace.is_dir()
+        return " ".join(sorted(ran))
+
+    monkeypatch.setattr(plugin, "executed_by", executed_by)
+    plugin.recover(path)
+    kept = written(folder)
+    assert [*kept["files"]] == kept["executed"].split() == ["tests/test_early.py"]
+    assert kept["finished"]
+    assert kept["unfinished"] == []
+    assert kept["counts"] == {"tests": 4, "passed": 4, "failed": 0, "skipped": 0, "unrun": 0}
+    assert [each.name for each in path.parent.iterdir()] == ["1-of-2.json"]
