@@ -79,8 +79,8 @@ def sparsify_(
     in memory too. An error leaves the model as it was.
 
     The report has a row for every layer with a weight matrix, and for each Parameter of packed experts. Skipped are
-    tied weights and those with hooks, the output embedding unless a rule names it, weights with fewer than 2x2 blocks,
-    and layers of any other kind; their rows have the reason.
+    tied weights and those with hooks, the output embedding and adapters such as LoRA's unless a rule names them,
+    weights with fewer than 2x2 blocks, and layers of any other kind; their rows have the reason.
 
     A gated MLP, act(gate(x)) * up(x), computes both layers in one fused product if both are sparse, while nothing
     learns and no hook looks at its parts.

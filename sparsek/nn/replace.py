@@ -90,6 +90,8 @@ class Facts:
             return why
         if id(layer) in self.heads and not is_named:
             return "is the output embedding; a rule by its name takes it"
+        if is_adapter(self.model, name) and not is_named:
+            return "belongs to an adapter, whose layer is its base_layer; a rule by its name takes it"
         parent = self.model.get_submodule(name.rpartition(".")[0])
         if isinstance(parent, nn.MultiheadAttention):
             return "has a weight that torch.nn.MultiheadAttention reads without a call"
@@ -281,6 +283,16 @@ def linear_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
                 yield f"{name}.{own}" if name else own, PackedLinear(layer, own)
         if is_linear(layer):
             yield name, layer
+
+
+def is_adapter(model: nn.Module, name: str) -> bool:
+    """Whether a layer is a part of a module that adds to its `base_layer`, as those of peft do, and is not in that."""
+    module: Any = model
+    for own in name.split("."):
+        if "base_layer" in module._modules and own != "base_layer":
+            return True
+        module = module._modules[own]
+    return False
 
 
 def is_packed(model: nn.Module, name: str) -> bool:
