@@ -3,8 +3,9 @@
   same_code.py COMMIT     those that are stale, were fresh at COMMIT, and have the same PTX get today's hash
 
 A device function may gain a branch that only some configs take: the others have the code that was measured. Every
-config that a record has is compiled for sm_90a in both states, without a GPU. Only device functions may differ; a
-record whose kernel differs in anything else, or cannot be compiled here, stays as it is.
+config that a record has is compiled for sm_90a in both states, without a GPU. Only device functions may differ, those
+of the compiled kernel alone; a record whose kernel differs in anything else, such as a function of a launch before it,
+or cannot be compiled here, stays as it is.
 """
 
 from __future__ import annotations
@@ -29,16 +30,24 @@ from sparsek.core import env  # noqa: E402
 from sparsek_bench.engine import records, sources  # noqa: E402
 from sparsek_bench.engine.bench import OPS  # noqa: E402
 
-# Runs in either state: its own kernels, and its own tests' way to compile them.
+# Runs in either state: its own kernels, and its own tests' way to compile them. Prints the kernel's function and PTX.
 COMPILE = """
 import json, sys
 from tests.engine.launch import hopper_code
+source, entry = hopper_code.GluonASTSource, []
+hopper_code.GluonASTSource = lambda kernel, *more, **named: (entry.append(kernel.fn), source(kernel, *more, **named))[1]
 hopper_code._code = lambda kernel, log, reads_sass: kernel.asm["ptx"]
 for line in sys.stdin:
     name, fields, dtype = json.loads(line)
-    config = getattr(hopper_code, name.partition(".")[2]).Config
-    given = {key: tuple(value) if isinstance(value, list) else value for key, value in fields.items()}
-    print(json.dumps(hopper_code.compiled(config(**given), dtype, False)), flush=True)
+    try:
+        config = getattr(hopper_code, name.partition(".")[2]).Config
+        given = {key: tuple(value) if isinstance(value, list) else value for key, value in fields.items()}
+        ptx = hopper_code.compiled(config(**given), dtype, False)
+        found = [f"{entry[-1].__module__}:{entry[-1].__qualname__}", ptx]
+    except Exception as error:
+        print(f"{name} is not compiled here: {error!r}", file=sys.stderr)
+        found = None
+    print("found", json.dumps(found), flush=True)
 """
 
 
@@ -70,7 +79,9 @@ def keep(kept: list[dict[str, Any]], before: Path) -> int:
     if not jobs:
         return 0
     old, new = (compiled(root, jobs) for root in (before, ROOT))
-    same = {job for job in jobs if job in new and old.get(job) == new[job]}
+    same = {
+        job for job in jobs if job in new and old.get(job) == new[job] and is_alone(job, new[job][0], before)
+    }
     found = [each for each in wanted if {json.dumps(job) for job in jobs_of(each)} <= same]
     for each in found:
         each["source_hash"] = records.hash_of(each["op"], each["kernel"])
@@ -102,18 +113,42 @@ def jobs_of(record: dict[str, Any]) -> list[tuple[str, dict[str, Any], str]]:
     return [(name, config.get(by_pass.get(name.partition(".")[2], name), {}), dtype) for name in kernels]
 
 
-def compiled(root: Path, jobs: Sequence[str]) -> dict[str, str]:
-    """A hash of the PTX of each job, without the lines of the source; jobs behind one that fails are left out."""
+def is_alone(job: str, entry: str, before: Path) -> bool:
+    """Whether what has changed of a kernel is compiled into its function `entry`, and into no other launch of it."""
+    name = json.loads(job)[0]
+    states = [sources.device_code(name, root) for root in (before / "sparsek", sources.ROOT)]
+    texts = [each for _, each in states]
+    changed = {each for each in {*texts[0], *texts[1]} if texts[0].get(each) != texts[1].get(each)}
+    for tree, there in states:
+        inside = reached(tree, entry)
+        others = set[str]().union(*(reached(tree, each) for each in there if each not in inside))
+        if not changed.intersection(there) <= inside or changed & others:
+            return False
+    return True
+
+
+def reached(tree: Any, name: str) -> set[str]:
+    """A definition and all that it refers to, directly or not."""
+    found, todo = set[str](), [name]
+    while todo:
+        each = tree.definition(todo.pop())
+        if each is not None and each.name not in found:
+            found.add(each.name)
+            todo += tree.references(each)
+    return found
+
+
+def compiled(root: Path, jobs: Sequence[str]) -> dict[str, tuple[str, str]]:
+    """The function of each job's kernel, and a hash of its PTX; not of those that fail."""
     with tempfile.TemporaryDirectory() as cache:
         place = {"PYTHONPATH": str(root), "TRITON_CACHE_DIR": cache}
         done = subprocess.run(
-            [sys.executable, "-c", COMPILE], cwd=root, input="\n".join(jobs), text=True, capture_output=True,
-            env=os.environ | place, check=False,
+            [sys.executable, "-c", COMPILE], cwd=root, input="\n".join(jobs), text=True, stdout=subprocess.PIPE,
+            env=os.environ | place, check=True,
         )  # fmt: skip
-    if done.returncode:
-        print(done.stderr.strip().splitlines()[-1], file=sys.stderr)
-    found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('"')]
-    return {job: code_hash(ptx) for job, ptx in zip(jobs, found, strict=False)}
+    lines = [line[6:] for line in done.stdout.splitlines() if line.startswith("found ")]
+    pairs = zip(jobs, map(json.loads, lines), strict=True)
+    return {job: (each[0], code_hash(each[1])) for job, each in pairs if each is not None}
 
 
 def code_hash(ptx: str) -> str:

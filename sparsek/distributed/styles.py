@@ -180,9 +180,9 @@ class GatedSparse(ColwiseSparse):
         _split_all(plan, device_mesh, self.src_data_rank, repr(self))
         entry = Split(device_mesh, "rows", (), self.input_layouts, self.output_layouts, True)
         module.register_forward_pre_hook(_Entry(entry, _gated_form(module).gate), with_kwargs=True)
-        mlp: Any = module
-        if isinstance(module, GatedMLP):
-            mlp.__class__ = fitted_class(SplitGatedMLP, type(module)._fitted[1])
+        kind, base = getattr(type(module), "_fitted", (None, None))
+        if kind is GatedMLP and type(module) is fitted_class(kind, base):  # classes of FSDP2 stay
+            module.__class__ = fitted_class(SplitGatedMLP, base)
         module.__dict__["_calls"] = set()
         return module
 

@@ -67,17 +67,29 @@ def counted(name: str, root: Path = ROOT) -> list[tuple[str, str]]:
     """Local names and texts of what counts for a kernel or module."""
     tree = _tree(root)
     module = _module_of(name, tree, root)
-    work = _Followed(tree)
     if not KERNELS.intersection(module.split(".")[:-1]):
         return _whole(tree, module)
-    for each in _definitions(tree, module):
-        work.host(each)
-    work.finish()
+    work = _followed(tree, module)
     schedule = _whole(tree, SCHEDULES[name]) if name in SCHEDULES else []
     stem = module.rpartition(".")[2]
     if work.device or stem.startswith(COMPILED):
         return [*work.texts(), *schedule]
     return [*work.texts(), *work.host_texts()]
+
+
+def device_code(name: str, root: Path) -> tuple[Tree, dict[str, str]]:
+    """The tree of the sources, and by full name the texts of all that is compiled for a kernel of the table."""
+    tree = _tree(root)
+    work = _followed(tree, _module_of(name, tree, root))
+    return tree, {each: tree.text(each) or "" for each in work.device}
+
+
+def _followed(tree: Tree, module: str) -> _Followed:
+    work = _Followed(tree)
+    for each in _definitions(tree, module):
+        work.host(each)
+    work.finish()
+    return work
 
 
 def _tree(root: Path) -> Tree:

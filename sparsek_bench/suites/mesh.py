@@ -237,7 +237,7 @@ def _way(record: Record) -> str:
 
 
 def _over_one(record: Record) -> str:
-    """Over one GPU, and what `sk.distributed.simulate` expects where all but the fullest rank's pairs is hidden."""
+    """Over one GPU, and what that could be at most: with the time of the fullest rank's pairs alone."""
     return f"{faster_than(ONE)(record)}, {record['case']['ranks'] / record['imbalance']:.2f}x"
 
 
@@ -261,7 +261,7 @@ TABLE = Table(
     columns=(
         CASE,
         MS,
-        Column("over one GPU, simulated", _over_one),
+        Column("over one GPU, at most", _over_one),
         Column("by", _way, text=True),
         Column("imbalance, bytes", _numbers("imbalance", "bytes_over_fewest")),
         Column("differing, unlike", _numbers("differing", "unlike")),
@@ -269,7 +269,7 @@ TABLE = Table(
     ),
     note=(
         "A training step by the fastest way, in wall time until all ranks are done; over `sk.attention` with the same "
-        "mask on one GPU, in the same rounds. Simulated: by `sk.distributed.simulate`, from the "
+        "mask on one GPU, in the same rounds. At most: with one GPU's time of the "
         "fullest rank's pairs, as if all else were hidden. Imbalance: visited pairs of the fullest rank "
         'over the mean. Bytes: those that a forward pass received by "gather", over the fewest. Differing: elements of '
         'out, dq, dk and dv that have other bits than one GPU by "heads" and by `exact=True`. Unlike: those that had '

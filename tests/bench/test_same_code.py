@@ -1,13 +1,14 @@
 """Records keep counting where machine code is the one that was measured."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from scripts import same_code
-from sparsek_bench.engine import records
+from sparsek_bench.engine import records, sources
 from sparsek_bench.suites.attention_grad import AttentionGradCase
 
 CASE = AttentionGradCase.square("causal", 8)
@@ -40,10 +41,11 @@ def test_a_record_whose_config_has_the_same_code_gets_todays_hash(
     )
     monkeypatch.setattr(same_code, "may_keep", lambda record, before: not records.is_fresh(record))
 
-    def compiled(root: Path, jobs: list[str]) -> dict[str, str]:
-        return {job: f"{root if json.loads(job)[1]['paired'] else ''}" for job in jobs}
+    def compiled(root: Path, jobs: list[str]) -> dict[str, tuple[str, str]]:
+        return {job: ("kernel", f"{root if json.loads(job)[1]['paired'] else ''}") for job in jobs}
 
     monkeypatch.setattr(same_code, "compiled", compiled)
+    monkeypatch.setattr(same_code, "is_alone", lambda *_: True)
     assert same_code.keep([same, other], tmp_path) == 1
     assert records.is_fresh(same)
     assert other["source_hash"] == "0" * 16
@@ -63,3 +65,22 @@ def test_only_stale_records_of_unchanged_host_code_are_looked_at(make_record: An
     record = make_record(CASE, kernel="hopper.attention_bwd")
     assert records.is_fresh(record)
     assert not same_code.may_keep(record, tmp_path)  # which has no sources, and is not read
+
+
+@pytest.mark.parametrize(
+    ("file", "old", "alone"),
+    [
+        ("bwd_steps.py", "UNROLLED", True),  # of the kernel itself
+        ("delta.py", "tl.sum", False),  # of the launch before it
+    ],
+)
+def test_a_change_outside_of_the_compiled_kernel_is_not_looked_over(
+    tmp_path: Path, file: str, old: str, alone: bool
+) -> None:
+    shutil.copytree(sources.ROOT, tmp_path / "sparsek", ignore=shutil.ignore_patterns("__pycache__", "*.zip"))
+    path = tmp_path / "sparsek" / "attn" / "kernels" / "backward" / file
+    text = path.read_text(encoding="utf-8")
+    assert old in text
+    path.write_text(text.replace(old, f"{old}_"), encoding="utf-8")
+    entry = "sparsek.attn.kernels.backward.hopper_bwd:attention_bwd_kernel"
+    assert same_code.is_alone(json.dumps(["hopper.attention_bwd", {}, "bf16"]), entry, tmp_path) == alone
