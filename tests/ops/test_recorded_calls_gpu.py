@@ -6,6 +6,7 @@ import copy
 import gc
 import pickle
 import re
+import time
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
@@ -292,10 +293,21 @@ def test_what_is_dropped_frees_its_memory(name: str, runs: Runs) -> None:
         for _ in range(4):
             subject.call(*subject.draw())
 
+    def settled() -> int:
+        """The least that is used in a tenth of a second: torch's backward threads let go a moment after a call."""
+        end = time.monotonic() + 0.1
+        least = used()
+        while time.monotonic() < end:
+            least = min(least, used())
+        return least
+
     bound_and_dropped()
-    before = used()
+    before = settled()
     bound_and_dropped()
-    assert used() == before
+    end = time.monotonic() + 5
+    while (after := settled()) > before and time.monotonic() < end:
+        pass
+    assert after <= before
 
 
 @GPU
