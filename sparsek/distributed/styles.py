@@ -7,6 +7,7 @@ from math import lcm
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -16,22 +17,25 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from sparsek.core import arguments
 from sparsek.core.errors import InvalidInput
 from sparsek.core.handshake import Facts, agreed
+from sparsek.core.tracing import wants_gradient
 from sparsek.distributed.experts import spread_experts
 from sparsek.nn.agreement import facts_of
 from sparsek.nn.experts import packed_names
-from sparsek.nn.gated import GatedForward, GatedMLP, SplitGatedMLP, fitted_class, gated_forward
+from sparsek.nn.gated import GatedForward, GatedMLP, fitted_class, gated_forward, joined, pair_of
 from sparsek.nn.parallel_linear import (
     ParallelLinear,
     Side,
     Split,
     check_given,
     everywhere,
+    is_copied,
     is_last,
     is_split,
     split_layer,
 )
 from sparsek.nn.regrow import ALIKE
 from sparsek.nn.sparse import SparseLinear
+from sparsek.nn.sums import copied_products, learn_beside
 
 Sizes: TypeAlias = 'Literal["even", "balanced"] | Sequence[int]'
 STEP = {"rows": 16, "columns": 64}  # of a 2:4 matrix, whose parts have 16 whole bytes of values and metadata
@@ -178,11 +182,14 @@ class GatedSparse(ColwiseSparse):
             return [(gate, middle), (up, middle), (down, last)]
 
         _split_all(plan, device_mesh, self.src_data_rank, repr(self))
-        entry = Split(device_mesh, "rows", (), self.input_layouts, self.output_layouts, True)
-        module.register_forward_pre_hook(_Entry(entry, _gated_form(module).gate), with_kwargs=True)
+        split = Split(device_mesh, "rows", (), self.input_layouts, self.output_layouts, True)
+        entry = _Entry(split, _gated_form(module).gate)
         kind, base = getattr(type(module), "_fitted", (None, None))
-        if kind is GatedMLP and type(module) is fitted_class(kind, base):  # classes of FSDP2 stay
+        if kind is GatedMLP and type(module) is fitted_class(kind, base):
             module.__class__ = fitted_class(SplitGatedMLP, base)
+            module.__dict__["_entry"] = entry
+        else:  # classes of FSDP2 stay
+            module.register_forward_pre_hook(entry, with_kwargs=True)
         module.__dict__["_calls"] = set()
         return module
 
@@ -244,12 +251,34 @@ class _Entry:
         self.split, self.first = split, first
 
     def __call__(self, module: Any, given: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        return (everywhere(self.checked(module, given, named), self.split),), {}
+
+    def checked(self, module: Any, given: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        """The x of a call that all ranks make alike."""
         x, *others = (*given, *named.values(), None)
         why = (
             "" if others == [None] else f"{type(module).__name__}, which GatedSparse has split, takes x only"
         )
         check_given(module, module._modules[self.first].in_features, self.split, x, why=why)
-        return (everywhere(x, self.split),), {}
+        return x
+
+
+class SplitGatedMLP(GatedMLP):
+    """A gated MLP whose layers are split over a mesh."""
+
+    _entry: _Entry
+
+    @torch._disable_dynamo  # DTensors of several ranks, between two graphs, as in calls of the layers
+    def forward(self, *args: Any, **options: Any) -> Any:
+        """Return what the class of the module does, of this rank's features."""
+        x, split = self._entry.checked(self, args, options), self._entry.split
+        found = pair_of(self, x) if is_copied(x, split) and wants_gradient(x) else None
+        if found is not None:
+            gate, up, act = found
+            weights = gate.weight, up.weight
+            if learn_beside(x, *weights):
+                return joined(self, act, *copied_products(x, weights, split.group))
+        return super().forward(everywhere(x, split))
 
 
 def _gated_form(module: Any) -> GatedForward:

@@ -20,6 +20,7 @@ from sparsek.core import tracing
 from sparsek.engine.call import transforms
 from sparsek.nn.sparse import SparseLinear
 from sparsek.products.ops.linear import Activation, gated
+from sparsek.products.reference.epilogue import ACTIVATIONS
 
 FUNCTIONS: dict[Any, Activation] = {
     functional.silu: "silu",
@@ -110,13 +111,21 @@ class GatedMLP(Fitted):
         return y
 
 
-class SplitGatedMLP(GatedMLP):
-    """One whose layers are split over a mesh."""
+def pair_of(mlp: GatedMLP, x: Any) -> tuple[Any, Any, Activation] | None:
+    """The layers of act(gate(x)) * up(x) and its activation, if modules compute that; also where they learn."""
+    kind = type(mlp)
+    if kind._fitted[1].forward is not kind._of:
+        return None
+    with torch.no_grad():
+        return _parts(mlp, kind._form, x)
 
-    @torch._disable_dynamo  # DTensors of several ranks, between two graphs, as in calls of the layers
-    def forward(self, *args: Any, **options: Any) -> Any:
-        """Return what the class of the module does, of this rank's features."""
-        return super().forward(*args, **options)
+
+def joined(mlp: GatedMLP, act: Activation, gate: Tensor, up: Tensor) -> Any:
+    """What a module makes of the products of its layers."""
+    y = ACTIVATIONS[act](gate) * up
+    for name in mlp._form.tail:
+        y = getattr(mlp, name)(y)
+    return y
 
 
 def _parts(mlp: Any, form: GatedForward, x: Any) -> tuple[Any, Any, Activation] | None:

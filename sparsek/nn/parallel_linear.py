@@ -31,7 +31,7 @@ from sparsek.nn.gated import Fitted, fitted_class
 from sparsek.nn.indices import unguarded
 from sparsek.nn.regrow import SPLIT
 from sparsek.nn.sparse import SparseLinear
-from sparsek.nn.sums import added, copied
+from sparsek.nn.sums import added, copied, copied_products, learn_beside
 from sparsek.products.formats.algebra import cut_rows
 from sparsek.products.formats.pattern import BlockPattern, HostPattern
 from sparsek.products.ops.linear import linear
@@ -159,11 +159,15 @@ class ParallelLinear(Fitted):
             why = "residual is a DTensor of another mesh than the layer" if other else ""
             check_given(own, own.in_features, split, x, f"{kind} residual", why=why)
         if split.side == "rows":
-            x = x if split.inputs is None else everywhere(x, split)
+            weight = self.weight
             bias = None if bias is None else bias.to_local()[: split.sizes[split.rank]]
             stays = split.outputs is None or is_last(split.outputs, x.ndim)
             fused = residual if stays and not isinstance(residual, DTensor) else None
-            y = linear(x, self.weight, bias, act, fused)
+            plain = bias is None and not act and fused is None
+            if plain and is_copied(x, split) and learn_beside(x, weight):
+                (y,) = copied_products(x, [weight], split.group)
+            else:
+                y = linear(x if split.inputs is None else everywhere(x, split), weight, bias, act, fused)
             if split.outputs is None:
                 return y
             sizes = (*y.shape[:-1], own.out_features)
@@ -492,11 +496,21 @@ def moved(x: Any, layout: Placement | None) -> Any:
         raise failed(what, x.device_mesh.get_group(), error) from error
 
 
+def is_copied(x: Any, split: Split) -> bool:
+    """Whether x is a plain tensor that every rank has."""
+    return not is_split(x) and split.inputs == Replicate()
+
+
 def everywhere(x: Any, split: Split) -> Tensor:
     """The whole x. Each rank has a part of its gradients."""
-    if not is_split(x) and split.inputs == Replicate():  # without the host's time of DTensors
+    if is_copied(x, split):  # without the host's time of DTensors
         return copied(x, split.group)
-    return moved(laid_out(x, split), Replicate()).to_local(grad_placements=[Partial()])
+    x = laid_out(x, split)
+    if (
+        x.is_leaf or not x.placements[0].is_replicate()
+    ):  # else gradients of all layers that read x add up first
+        x = moved(x, Replicate())
+    return x.to_local(grad_placements=[Partial()])
 
 
 def _own_columns(x: Any, split: Split) -> Tensor:

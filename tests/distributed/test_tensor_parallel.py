@@ -20,6 +20,8 @@ import sparsek as sk
 import tests.distributed.wrapped_layers  # its cases  # noqa: F401
 from sparsek.core.errors import InvalidInput, MeshError
 from sparsek.nn import gated, parallel_linear, replace
+from sparsek_bench.engine.run import captured
+from tests.distributed import hidden_sums  # and its cases
 from tests.distributed.ranks import run_ranks
 from tests.distributed.split_experts import routed, sparse_experts, spread_experts  # and its cases
 from tests.distributed.split_layers import (
@@ -541,5 +543,30 @@ def test_one_gpu_over_nccl_has_the_experts_of_one_process() -> None:
         grads = (torch.autograd.grad(each, given, g.bfloat16()) for each in (y, found))
         for a, b in zip(*grads, strict=True):
             torch.testing.assert_close(a, b, rtol=0.02, atol=0.02)
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.gpu
+def test_one_gpu_over_nccl_hides_sums_in_the_same_bits_and_in_a_graph() -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    here = torch.device("cuda", 0)
+    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1, device_id=here)
+    try:
+        mesh = init_device_mesh("cuda", (1,))
+        x = torch.randn(2, 96, 128, dtype=torch.bfloat16, device=here)
+        for whole in (hidden_sums.gated_mlp(), hidden_sums.layer()):
+            own: Any = hidden_sums.split(whole.to(here, torch.bfloat16), mesh)
+            with hidden_sums.ordered():
+                right = hidden_sums.results(own, x)
+            with hidden_sums.noted() as found:
+                mine = hidden_sums.results(own, x)
+            assert found[-1] == "ended"
+            replay, (in_graph,) = captured([lambda own=own: hidden_sums.results(own, x)], here)
+            replay()
+            for both in (mine, in_graph):
+                assert len(both) == len(right)
+                assert all(torch.equal(a, b) for a, b in zip(both, right, strict=True))
     finally:
         dist.destroy_process_group()
