@@ -12,8 +12,8 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Partial
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import parallelize_module
 
 import sparsek as sk
@@ -21,7 +21,7 @@ from sparsek.core.clock import Times, wait
 from sparsek.core.errors import InvalidInput
 from sparsek.models.config import BlockSparse
 from sparsek.models.sparsify import densify_, sparsify_
-from sparsek.nn.sums import added, copied
+from sparsek.nn.sums import added, copied, copied_products, learn_beside
 from sparsek_bench.engine import options
 from sparsek_bench.engine.bench import Column, Table
 from sparsek_bench.engine.case import Bar
@@ -37,6 +37,7 @@ from sparsek_bench.suites.mlp import MODES
 from sparsek_bench.suites.models import ModelCase, loss_of
 
 MODULE = "distributed.styles"
+WAYS = ("graph-whole", "graph-sequence")  # modes of a prefill
 SECONDS = 200.0  # of a row, until all its ranks are ended
 
 
@@ -46,14 +47,15 @@ class MeshModelCase(ModelCase):
 
     "prefill" and "train" as of `ModelCase`, in wall time until all ranks are done. Embedding, norms and head are on
     every rank. In mode "graph" a call is a CUDA graph, of one GPU too, and a prefill over ranks adds up one half of the
-    tokens while the other is computed; on a CPU it is eager. `host_ms`, `one_host_ms`: milliseconds until a call over
-    ranks, and on one GPU, has queued its work.
+    tokens while the other is computed; on a CPU it is eager. In "graph-whole" all tokens are added up after a product,
+    in "graph-sequence" each rank has the sums of its own tokens (sequence parallel). `host_ms`, `one_host_ms`:
+    milliseconds until a call over ranks, and on one GPU, has queued its work.
     """
 
     op: ClassVar[str] = "mesh_model"
     extra: ClassVar[tuple[str, ...]] = ("host_ms", "one_host_ms")
 
-    mode: str = options.choice("How it is run", (*MODES, "graph"), usual="eager")
+    mode: str = options.choice("How it is run", (*MODES, "graph", *WAYS), usual="eager")
     ranks: int = options.size("Ranks", "2", usual=2)
 
     def check(self) -> None:
@@ -62,6 +64,10 @@ class MeshModelCase(ModelCase):
             raise InvalidInput(
                 "tensor parallel is measured in prefill and training, of heads that ranks divide"
             )
+        if self.mode in WAYS and self.work != "prefill":
+            raise InvalidInput(f"{self.mode} is a mode of prefill")
+        if self.mode == "graph-sequence" and (self.sequences > 1 or self.tokens % self.ranks):
+            raise InvalidInput("sequence parallel is measured on one sequence, of tokens that ranks divide")
 
     @property
     def name(self) -> str:
@@ -108,7 +114,11 @@ class SplitAttention(nn.Module):
             layer.weight = nn.Parameter(part)
 
     def forward(self, x: Tensor, turn: tuple[Tensor, Tensor], kept: KeyCache | None) -> Tensor:
-        return added(self.whole(copied(x, self.group), turn, kept), self.group)
+        whole, weights = self.whole, [self.whole.q.weight, self.whole.k.weight, self.whole.v.weight]
+        if not torch.compiler.is_compiling() and learn_beside(x, *weights):
+            projected = copied_products(x, weights, self.group)
+            return added(whole.o(whole.attended(*projected, turn, kept)), self.group)
+        return added(whole(copied(x, self.group), turn, kept), self.group)
 
 
 class Pending(NamedTuple):
@@ -132,9 +142,9 @@ class HalvesBlock(nn.Module):
     other is computed. Between blocks halves are pending.
     """
 
-    def __init__(self, block: Any, group: Any, last: bool) -> None:
+    def __init__(self, block: Any, mesh: DeviceMesh, last: bool) -> None:
         super().__init__()
-        self.block, self.group, self.last = block, group, last
+        self.block, self.group, self.last = block, mesh.get_group(), last
 
     def forward(self, given: Any, turn: tuple[Tensor, Tensor], kept: KeyCache | None) -> Any:
         block: Any = self.block
@@ -152,6 +162,32 @@ class HalvesBlock(nn.Module):
         return torch.cat([each.ready() for each in pending], 1) if self.last else pending
 
 
+class SequenceBlock(nn.Module):
+    """A block of inference over ranks, in sequence parallel: between products each rank has rows of its own tokens."""
+
+    def __init__(self, block: Any, mesh: DeviceMesh, last: bool) -> None:
+        super().__init__()
+        self.block, self.mesh, self.last = block, mesh, last
+
+    def forward(self, x: Tensor, turn: tuple[Tensor, Tensor], kept: KeyCache | None) -> Tensor:
+        block: Any = self.block
+        x = x[0].chunk(self.mesh.size())[self.mesh.get_local_rank()] if x.ndim == 3 else x
+        whole = self.moved(block.before(x), Shard(0), Replicate())[None]
+        x = x + self.moved(block.attention.whole(whole, turn, kept)[0], Partial(), Shard(0))
+        whole = self.moved(block.between(x), Shard(0), Replicate())
+        x = x + self.moved(block.mlp(whole), Partial(), Shard(0))
+        return self.moved(x, Shard(0), Replicate())[None] if self.last else x
+
+    def moved(self, x: Tensor, of: Placement, to: Placement) -> Tensor:
+        """All tokens of this rank's, or the sums of its own tokens."""
+        return (
+            DTensor.from_local(x, self.mesh, [of], run_check=False).redistribute(placements=[to]).to_local()
+        )
+
+
+INFERENCE: dict[str, Any] = {"graph": HalvesBlock, "graph-sequence": SequenceBlock}
+
+
 def sparse_model(case: MeshModelCase, device: torch.device) -> Llama:
     """The same on every rank."""
     sizes = case.layers, case.width, case.hidden, case.heads, case.kv_heads, case.vocabulary
@@ -160,17 +196,17 @@ def sparse_model(case: MeshModelCase, device: torch.device) -> Llama:
     return model
 
 
-def split_model(model: Llama, device: torch.device, halves: bool = False) -> Llama:
-    """The same model with this rank's part of it. `halves`: of inference, by `HalvesBlock`."""
+def split_model(model: Llama, device: torch.device, kind: Any = None) -> Llama:
+    """The same model with this rank's part of it. `kind`: that of blocks that add up themselves, in inference."""
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     blocks: Any = model.blocks
     group = mesh.get_group()
     for at, block in enumerate([*blocks]):
-        style = sk.distributed.GatedSparse(output_layouts=Partial() if halves else None)
+        style = sk.distributed.GatedSparse(output_layouts=Partial() if kind else None)
         parallelize_module(block, mesh, {"mlp": style})
         block.attention = SplitAttention(block.attention, group)
-        if halves:
-            blocks[at] = HalvesBlock(block, group, at == len(blocks) - 1)
+        if kind is not None:
+            blocks[at] = kind(block, mesh, at == len(blocks) - 1)
     return model
 
 
@@ -223,7 +259,8 @@ def model_rows(tell: Tell, device: torch.device, case: MeshModelCase, rounds: in
     rank, ids = dist.get_rank(), case.drawn_ids(device)
     tell("models")
     whole = sparse_model(case, device)
-    split = split_model(copy.deepcopy(whole), device, case.mode == "graph" and case.work == "prefill")
+    kind = INFERENCE.get(case.mode) if case.work == "prefill" else None
+    split = split_model(copy.deepcopy(whole), device, kind)
     compute = partial(case.gradient if case.work == "train" else case.result, ids=ids)
     tell("gate")
     found, gate = compute(split), None
@@ -245,7 +282,7 @@ def model_rows(tell: Tell, device: torch.device, case: MeshModelCase, rounds: in
     eager = calls["mesh"]
     if rank:
         del whole
-    if case.mode == "graph" and device.type == "cuda":
+    if case.mode.startswith("graph") and device.type == "cuda":
         tell("graphs")
         calls["mesh"] = graph_of(calls["mesh"], device, wanted)
         calls[ONE] = graph_of(calls[ONE], device, None) if rank == 0 else calls[ONE]
@@ -267,7 +304,7 @@ MODELS: dict[Any, Any] = {
     MeshModelCase("train"): (Bar(ONE, 1.65, 1.9),),
     MeshModelCase("prefill", mode="compiled"): (Bar(ONE, 1.7, 1.9),),
     MeshModelCase("train", mode="compiled"): (Bar(ONE, 1.65, 1.9),),
-    MeshModelCase("prefill", mode="graph"): (Bar(ONE, 1.7, 1.9),),
+    **{MeshModelCase("prefill", mode=each): (Bar(ONE, 1.7, 1.9),) for each in ("graph", *WAYS)},
     MeshModelCase("train", mode="graph"): (Bar(ONE, 1.65, 1.9),),
 }
 WIDER_MODELS = tuple(  # on more GPUs of one host
@@ -294,7 +331,8 @@ MODEL_TABLE = Table(
         "Wall time until all ranks are done, over the same model with sparse MLPs on one GPU, in the same rounds. MLPs "
         "are split by `GatedSparse`, attention by heads; embedding, norms and head are on every rank. Of the host: "
         "milliseconds until a call has queued its work; where they are the time, the GPUs wait. In a CUDA graph a "
-        "prefill over ranks adds up a half of the tokens while the other is computed."
+        "prefill over ranks adds up a half of the tokens while the other is computed, or, where named so, all of them "
+        "after a product, or by sequence parallel."
     ),
     usual=("8 layers of 4096 and 14336", "block 128 25 % bf16", "2 ranks"),
     ratios=False,

@@ -15,7 +15,7 @@ from sparsek_bench.engine import ranks, records, report
 from sparsek_bench.engine.run import GateError
 from sparsek_bench.suites import mesh, mesh_ranks
 from sparsek_bench.suites.mesh import BENCH, MeshCase, MeshMemoryCase
-from sparsek_bench.suites.mesh_models import MeshModelCase
+from sparsek_bench.suites.mesh_models import WAYS, MeshModelCase
 from tests.bench.runs import measured
 
 CPU = torch.device("cpu")
@@ -65,7 +65,10 @@ def test_four_ranks_have_one_way_more_and_take_lists_of_tokens() -> None:
     assert record["unlike"] == 0
 
 
-@pytest.mark.parametrize(("work", "mode"), [("prefill", "eager"), ("train", "eager"), ("prefill", "graph")])
+@pytest.mark.parametrize(
+    ("work", "mode"),
+    [("prefill", "eager"), ("train", "eager"), *(("prefill", each) for each in ("graph", *WAYS))],
+)
 def test_a_model_is_split_and_held_to_the_whole_one(work: str, mode: str) -> None:
     record = record_of(MeshModelCase(work, 1, 24, mode, **MODEL))
     assert 0 < record["host_ms"] < 1e4
