@@ -28,6 +28,7 @@ from sparsek.nn.experts import PackedLinear
 from sparsek.nn.replace import layer_of
 
 ELEMENTS = 2**28  # of the moments of packed experts that are held at a time
+SAMPLED = 2**14  # elements of each tensor by which residuals are looked for
 
 
 @dataclass
@@ -130,7 +131,8 @@ class Passes:
         weight = weights[first][0]
         fp8 = any(isinstance(self.configs[name], Float8 | str) for name in group)
         moments = Moments(weight.shape[1], group, weight.device, fp8=fp8)
-        for batch in range(len(line)):
+
+        def add(batch: int) -> None:  # which lets go of a batch before the next one runs
             sides = [
                 inputs(
                     module, own[first], partial(line.call, module, index, side, batch), calls, places.values()
@@ -154,6 +156,9 @@ class Passes:
                 with dtypes.as_given(a.device):
                     x, y = (_rows(line.real(each, batch)) for each in (a, b))
                     moments.add(x, y, line.rows(a, batch), weights, lost)
+
+        for batch in range(len(line)):
+            add(batch)
         return [moments.mean() if moments.count else None]
 
     def _moments_of_experts(
@@ -339,13 +344,68 @@ def residuals_of(
 
     Found by value, of what is `real` in them: layers called once, whose sums pass into a module, or out of the block.
     The residual passes before the group of the layer is called. Tensors that are written to after they pass are none.
+    `run` runs twice, so that few tensors are held: at first some elements of each, then the candidates.
     """
-    passed: list[tuple[TensorPlace, Tensor, int]] = []
+    names = {id(module): name for name, module in block.named_modules()}
+    samples = _passing(block, run, lambda _, x: _sample(x, real))
+    sums: dict[str, list[tuple[int, int, int]]] = {}
+    for name, first in ((name, group[0]) for group in groups for name in group):
+        own, start = (
+            [at for at, (place, _) in enumerate(samples) if place == (names.get(id(layers[each])), result, 0)]
+            for each, result in ((name, True), (first, False))
+        )  # none of a weight of packed experts
+        y = samples[own[0]][1] if len(own) == 1 and start else None
+        if y is not None:
+            alike = [at for at, (_, x) in enumerate(samples) if x is not None and x.shape == y.shape]
+            before, after = ([at for at in alike if at <= start[0]], [at for at in alike if at > own[0]])
+            sums[name] = [
+                (own[0], r, z)
+                for z in after
+                for r in before
+                if _is_sum(y.values, samples[r][1].values, samples[z][1].values)
+            ]
+    held = {at for found in sums.values() for each in found for at in each}
+    passed = _passing(block, run, lambda at, x: (x, stream.version_of(x)) if at in held else None)
+    if not held or [place for place, _ in passed] != [place for place, _ in samples]:
+        return {}
+
+    def are_sum(each: tuple[int, int, int]) -> bool:
+        (y, *_), (r, *_), (z, *_) = parts = [passed[at][1] for at in each]
+        if r is y or z is y or any(stream.version_of(x) != version for x, version in parts):
+            return False
+        y, r, z = (real(x) for x in (y, r, z))
+        return _is_sum(y, r, z) and bool((y.abs() > _room(y, r, z)).any())
+
+    found = ((name, next(filter(are_sum, each), None)) for name, each in sums.items())
+    return {name: passed[each[1]][0] for name, each in found if each is not None}
+
+
+class _Sample(NamedTuple):
+    """A tensor's shape with its device, and some of its elements."""
+
+    shape: tuple[Any, ...]
+    values: Tensor
+
+
+def _sample(x: Tensor, real: Callable[[Tensor], Tensor]) -> _Sample | None:
+    if not x.is_floating_point() or not x.numel():
+        return None
+    values = real(x).reshape(-1)
+    step = len(values) // SAMPLED | 1  # odd, so that it goes through the columns
+    at = torch.arange(0, len(values), step, device=x.device)
+    return _Sample((x.shape, x.device), values[at])
+
+
+def _passing(
+    block: nn.Module, run: Callable[[], Any], keep: Callable[[int, Tensor], Any]
+) -> list[tuple[TensorPlace, Any]]:
+    """keep(number, tensor) of each tensor that passes in a block, in order, and its place."""
+    passed: list[tuple[TensorPlace, Any]] = []
 
     def note(module: str) -> Callable[[bool, list[Tensor]], None]:
         def see(result: bool, tensors: list[Tensor]) -> None:
             for at, each in enumerate(tensors):
-                passed.append((TensorPlace(module, result, at), each, stream.version_of(each)))
+                passed.append((TensorPlace(module, result, at), keep(len(passed), each)))
 
         return see
 
@@ -355,56 +415,19 @@ def residuals_of(
     finally:
         for hook in hooks:
             hook.remove()
-    names = {id(module): name for name, module in block.named_modules()}
-    found: dict[str, TensorPlace] = {}
-    for name, first in ((name, group[0]) for group in groups for name in group):
-        own, start = (
-            [at for at, (place, *_) in enumerate(passed) if place == (names.get(id(layers[each])), result, 0)]
-            for each, result in ((name, True), (first, False))
-        )  # none of a weight of packed experts
-        if len(own) != 1 or not start:
-            continue
-        y = passed[own[0]][1]
-        before, after = (
-            {
-                id(x): (place, x)
-                for place, x, version in reversed(part)
-                if x is not y and _is_like(x, y, version)
-            }
-            for part in (passed[: start[0] + 1], passed[own[0] + 1 :])
-        )
-        if _is_like(y, y, passed[own[0]][2]):
-            place = _residual(
-                y, list(before.values())[::-1], [x for _, x in list(after.values())[::-1]], real
-            )
-            if place is not None:
-                found[name] = place
-    return found
+    return passed
 
 
-def _is_like(x: Tensor, y: Tensor, version: int) -> bool:
-    """Whether x has floats beside those of y, and still those of a version."""
-    like = x.shape == y.shape and x.device == y.device and x.is_floating_point()
-    return like and stream.version_of(x) == version
-
-
-def _residual(
-    y: Tensor,
-    before: list[tuple[TensorPlace, Tensor]],
-    after: list[Tensor],
-    real: Callable[[Tensor], Tensor],
-) -> TensorPlace | None:
-    """Where r passes of a sum z = y + r, in each element, that y makes another than r."""
+def _is_sum(y: Tensor, r: Tensor, z: Tensor) -> bool:
+    """Whether z = y + r, in each element, but for rounding."""
     wide = torch.promote_types(y.dtype, torch.float32)
-    y_real = real(y)
-    for z in after:
-        whole = real(z.to(wide))
-        for place, each in before:
-            r, eps = real(each.to(wide)), max(torch.finfo(x.dtype).eps for x in (y, z, each))
-            room = 4 * eps * (whole.abs() + r.abs())
-            if bool(((whole - y_real - r).abs() <= room).all() & (y_real.abs() > room).any()):
-                return place
-    return None
+    return bool(((z.to(wide) - y - r.to(wide)).abs() <= _room(y, r, z)).all())
+
+
+def _room(y: Tensor, r: Tensor, z: Tensor) -> Tensor:
+    """What rounding may change in a sum z = y + r."""
+    wide = torch.promote_types(y.dtype, torch.float32)
+    return 4 * max(torch.finfo(x.dtype).eps for x in (y, r, z)) * (z.to(wide).abs() + r.to(wide).abs())
 
 
 def _rows(x: Tensor) -> Tensor:

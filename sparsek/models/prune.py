@@ -421,6 +421,7 @@ class _Run(Passes):
                     )
                     if behind is not None:
                         live |= own.sort(originals, layers, self.configs, behind, follow)
+                    del behind  # which is large
             moments = self._moments(line, index, dense, block, originals, layers, group, calls, residuals)
             shared = (time.monotonic() - began) / len(group)
             for each in group:

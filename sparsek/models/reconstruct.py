@@ -14,9 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from sparsek.core.errors import InvalidInput, first_line
-from sparsek.models.obs import ELEMENTS
 from sparsek.models.scores import Moments, damped, solver_dtype
 
+ELEMENTS = 2**23  # of the systems that are solved at a time
+TILE = 1024  # rows of a weight, and columns, at a time where sums are in float64
 STEPS = 100
 RATE = 3e-4
 
@@ -107,18 +108,31 @@ def relative_error(
 
     `fp8`: its inputs are rounded too; these errors are taken as independent. `rows`: of these outputs alone, by index.
     """
-    a, b = _extended(w.double(), bias), _extended(dense.double(), dense_bias)
-    cross = b @ moments.g.double()
-    if name in moments.shift:
-        cross = cross + moments.shift[name].double()
-    own = ((a @ moments.h.double()) * a).sum(1)
-    lost = moments.wanted[name].double() - 2 * (cross * a).sum(1) + own
-    if fp8 and moments.noise is not None:
-        lost = lost + a[:, :-1].square() @ moments.noise.double()
+    parts = []
+    for own in (slice(top, top + TILE) for top in range(0, len(w), TILE)):
+        some, others = (None if each is None else each[own] for each in (bias, dense_bias))
+        parts.append(
+            _lost(
+                _extended(w[own].double(), some), _extended(dense[own].double(), others), moments, name, own
+            )
+        )
+        if fp8 and moments.noise is not None:
+            parts[-1] += w[own].double().square() @ moments.noise.double()
+    lost = torch.cat(parts)
     energy = moments.energy[name].double()
     if rows is not None:
         lost, energy = lost[rows], energy[rows]
     return (lost.sum().clamp(min=0) / energy.sum().clamp(min=1e-300)).sqrt()
+
+
+def _lost(a: Tensor, b: Tensor, moments: Moments, name: str, rows: slice) -> Tensor:
+    """E[(y + r - r' - y')^2] of rows, with a of the pruned and b of the dense layer, both extended."""
+    lost, shift = moments.wanted[name][rows].double(), moments.shift.get(name)
+    for own in (slice(left, left + TILE) for left in range(0, a.shape[1], TILE)):
+        change = a @ moments.h[:, own].double() - 2 * (b @ moments.g[:, own].double())
+        change = change if shift is None else change - 2 * shift[rows, own].double()
+        lost = lost + (change * a[:, own]).sum(1)
+    return lost
 
 
 def _extended(w: Tensor, bias: Tensor | None) -> Tensor:

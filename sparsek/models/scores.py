@@ -26,6 +26,7 @@ DAMPING = 0.01  # of the mean of H's diagonal, added to it
 OUTLIER = 5.0  # times the mean score, arXiv:2310.05175
 # The most by which a budget moves the kept share of a layer: of the same paper, and tried on MiniLM.
 SPREADS = {"owl": 0.08, "sensitivity": 0.2}
+ELEMENTS = 2**23  # of inputs that are in float32 at a time
 WIDE = 4096  # columns up to which systems are solved in float64
 DROPPED = tuple(combinations(range(GROUP), 2))  # the six pairs that 2:4 may drop
 
@@ -67,6 +68,20 @@ class Moments:
         residuals: Mapping[str, Tensor],
     ) -> None:
         """Add inputs [n, K] of both models, and r - r' [n, M]; `rows` [n] is 1, or 0 for padding. No sync."""
+        step = max(1, ELEMENTS // (pruned.shape[1] + 1))
+        for at in range(0, len(pruned), step):
+            own = slice(at, at + step)
+            lost = {name: each[own] for name, each in residuals.items()}
+            self._add(pruned[own], dense[own], rows[own], weights, lost)
+
+    def _add(
+        self,
+        pruned: Tensor,
+        dense: Tensor,
+        rows: Tensor,
+        weights: Mapping[str, tuple[Tensor, Tensor | None]],
+        residuals: Mapping[str, Tensor],
+    ) -> None:
         a, b = (functional.pad(x.float(), (0, 1), value=1.0) * rows[:, None] for x in (pruned, dense))
         self.h.addmm_(a.T, a)
         self.g.addmm_(b.T, a)
@@ -93,16 +108,16 @@ class Moments:
         return made
 
     def mean(self) -> Moments:
-        """Return the moments divided by the number of inputs, once all of them are added."""
-        made = object.__new__(Moments)
-        made.count = self.count.clamp(min=1)
-        made.h, made.g = self.h / made.count, self.g / made.count
-        made.noise = None if self.noise is None else self.noise / made.count
-        made.shift, made.energy, made.wanted = (
-            {name: each / made.count for name, each in parts.items()}
+        """Divide the moments by the number of inputs, once all of them are added, and return them."""
+        self.count = self.count.clamp(min=1)
+        self.h /= self.count
+        self.g /= self.count
+        self.noise = None if self.noise is None else self.noise / self.count
+        self.shift, self.energy, self.wanted = (
+            {name: each / self.count for name, each in parts.items()}
             for parts in (self.shift, self.energy, self.wanted)
         )
-        return made
+        return self
 
 
 def solver_dtype(columns: int) -> torch.dtype:
@@ -121,10 +136,17 @@ def damped(h: Tensor, moments: Tensor | None = None) -> Tensor:
     added = torch.full_like(diagonal, 1.0) * torch.where(mean > 0, DAMPING * mean, 1.0)
     least = 8 * len(h) * torch.finfo(torch.float32).eps * whole
     for _ in range(20):
-        if not torch.linalg.cholesky_ex(h + torch.diag_embed(added / 2)).info:
+        if not torch.linalg.cholesky_ex(_raised(h, added / 2)).info:
             break
         added, least = added.maximum(least), 4 * least
-    return h + torch.diag_embed(added)
+    return _raised(h, added)
+
+
+def _raised(h: Tensor, added: Tensor) -> Tensor:
+    """H with more on its diagonal."""
+    made = h.clone()
+    made.diagonal().add_(added)
+    return made
 
 
 def inverse(h: Tensor) -> Tensor:

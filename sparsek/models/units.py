@@ -178,10 +178,9 @@ class _Trial:
         makers = units.makers
         if makers not in self.plain:
             runs = ((at, *self._run(makers, None, at)) for at in range(len(self.line)))
-            self.plain[makers] = next((run for run in runs if run[1]), None)
+            self.plain[makers] = next((run for run in runs if run[1] and self._shows(*run[:2])), None)
         plain = self.plain[makers]
-        # Attention over one token does not show its heads.
-        if plain is None or any(x.ndim > 2 and x.shape[-2] == 1 for x in plain[1]):
+        if plain is None:
             return False
         at, taken, outputs = plain
         cycle = torch.randperm(units.count, generator=torch.Generator("cpu").manual_seed(0), device="cpu")
@@ -190,6 +189,11 @@ class _Trial:
         moved, others = self._run(makers, (units, order), at)
         columns = _neighbours(order, self.width // units.count)
         return _near([*moved, *others], [*(x[..., columns.to(x.device)] for x in taken), *outputs])
+
+    def _shows(self, batch: int, taken: list[Tensor]) -> bool:
+        """Whether a sequence has two tokens that count: attention over one does not show its heads."""
+        tokens = (self.line.rows(x, batch).view(x.shape[:-1]).sum(-1) for x in taken if x.ndim > 2)
+        return all(bool((each > 1).any()) for each in tokens)
 
     def _run(
         self, makers: tuple[str, ...], moved: tuple[Units, Tensor] | None, batch: int
@@ -229,9 +233,13 @@ def _near(found: list[Tensor], wanted: list[Tensor]) -> bool:
     if [x.shape for x in found] != [x.shape for x in wanted]:
         return False
     return all(
-        bool((a.float() - b.float()).norm() <= (TOLERANCE + 4 * torch.finfo(b.dtype).eps) * b.float().norm())
+        bool(_norm(a - b) <= (TOLERANCE + 4 * torch.finfo(b.dtype).eps) * _norm(b))
         for a, b in zip(found, wanted, strict=True)
     )
+
+
+def _norm(x: Tensor) -> Tensor:
+    return torch.linalg.vector_norm(x, dtype=torch.promote_types(x.dtype, torch.float32))
 
 
 def _neighbours(units: Tensor, each: int) -> Tensor:

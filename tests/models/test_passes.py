@@ -2,6 +2,7 @@
 
 import copy
 import json
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -107,6 +108,28 @@ def test_residuals_are_found_element_by_element_beside_massive_activations(dtype
     x[0, 5] = 1000.0  # as the first token of language models has
     found = residuals(block, x)
     assert found == {"b": passes.TensorPlace("", False, 0), "c": passes.TensorPlace("act", True, 0)}
+
+
+def test_the_search_for_residuals_holds_the_sum_and_its_parts_alone():
+    class Deep(nn.Sequential):
+        def forward(self, x: Tensor) -> Tensor:
+            y = x
+            for each in self:
+                y = each(y)
+            most.append(sum(tensor() is not None for tensor in passed))
+            return x + y
+
+    passed: list[weakref.ref[Tensor]] = []
+    most: list[int] = []
+    block = Deep(*(nn.Linear(32, 32) for _ in range(12)))
+
+    def note(_: nn.Module, args: Any, y: Tensor) -> None:
+        passed.append(weakref.ref(y))
+
+    for each in block:
+        each.register_forward_hook(note)
+    assert residuals(block, torch.randn(64, 32)) == {"11": passes.TensorPlace("", False, 0)}
+    assert most[-1] == 1
 
 
 @pytest.mark.parametrize("form", [HALF, sk.Float8(HALF)])

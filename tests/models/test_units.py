@@ -125,6 +125,25 @@ def test_heads_without_use_leave_whole_blocks(kind: str):
     assert errors[1] > 0.1
 
 
+class Masked(Attention):
+    def forward(self, x: Tensor, attention_mask: Tensor) -> Tensor:
+        q, k, v = (each(x).unflatten(-1, (8, 8)).transpose(1, 2) for each in (self.q, self.k, self.v))
+        y = functional.scaled_dot_product_attention(q, k, v, attention_mask[:, None, None] != 0)
+        return self.o(y.transpose(1, 2).flatten(2))
+
+
+@torch.no_grad()
+def test_a_batch_with_one_token_that_counts_does_not_show_heads():
+    dense, x = Masked("plain").eval(), torch.randn(2, 16, 12, 64)
+    dense.o.weight[:, ::2] = 0  # half of each head, of those that are of use
+    masks = torch.ones(2, 16, 12)
+    masks[0, :, 1:] = 0
+    batches = [{"x": a, "attention_mask": b} for a, b in zip(x, masks, strict=True)]
+    want, model = dense(**batches[1]), copy.deepcopy(dense)
+    sk.prune(model, sk.BlockSparse((16, 16), 0.5), calibration=batches)
+    assert (model(**batches[1]) - want).norm() < 0.01 * want.norm()
+
+
 @pytest.mark.parametrize("kind", ["slopes", "one token"])
 def test_heads_that_differ_stay_where_they_are(kind: str):
     dense, x = Attention(kind).eval(), torch.randn(32, 1 if kind == "one token" else 12, 64)
