@@ -18,6 +18,7 @@ from sparsek.core import env
 from sparsek.core.clock import Times, wall_rounds
 from sparsek.core.device import CPU
 from sparsek.core.errors import InvalidInput, Unsupported
+from sparsek.engine.launch import shipped
 from sparsek.testing.budget import Gate
 from sparsek_bench.engine import options, records
 from sparsek_bench.engine.bench import Bench, Column, Record, Table
@@ -120,6 +121,9 @@ class HostCase(Case):
     ) -> Outcome:
         """After a gate, interleaved samples of this library's call and torch's. Raises GateError for a wrong result."""
         if self.is_first:
+            if is_hopper(device) and shipped.store() is None:
+                why = "there is no machine code of these sources, which an installed package has: make cubins"
+                return Outcome(self, (), {self.module: [why]}, {})
             return _first_calls(self, device, min(rounds, FIRST_ROUNDS), report)
         report("operands")
         # Of layers and of first calls, times are from an idle GPU to an idle GPU.
@@ -206,6 +210,11 @@ def _outcome(
     per_ms = {name: PeerResult(times, 1 / times.median, {}) for name, times in peers.items()}
     more = beside(1 / took.median, per_ms, rated=False) | {"ran": ran}
     return Outcome(case, (record_of(case, Timed(case.module), took, gate, device, seen, **more),), {}, {})
+
+
+def is_hopper(device: torch.device) -> bool:
+    """Whether machine code ships for a device."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) == shipped.CAPABILITY
 
 
 def _first_calls(case: HostCase, device: torch.device, rounds: int, report: Callable[[str], None]) -> Outcome:

@@ -151,6 +151,15 @@ def test_a_first_call_runs_in_a_fresh_process() -> None:
     assert 0 < record["ms"]["median"] < 6e4
 
 
+def test_a_first_call_wants_the_machine_code_of_an_installed_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    monkeypatch.setattr(host.shipped, "store", lambda: None)
+    case = HostCase("A @ B", (64, 96, 32), caches="filled")
+    outcome = case.run(device=torch.device("cuda", 0), rounds=1)
+    assert outcome.records == ()
+    assert "make cubins" in outcome.unavailable[case.module][0]
+
+
 @pytest.mark.usefixtures("with_this_bytecode")
 def test_a_process_that_fails_says_why(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(host, "CHILD", "sparsek.gone")

@@ -163,6 +163,7 @@ def test_the_tables_show_ratios_predictions_and_verdicts(make_record: Any) -> No
         "block_gb": 0.1,
         "layer_gb": 0.02,
         "batch_gb": 0.1,
+        "forward_gb": 0.3,
         "host_gb": 1.2,
         "checkpoint_gb": 1.0,
     }
