@@ -26,6 +26,7 @@ from sparsek.testing.budget import ROUNDED, Bound, Gate, Rounding, stored_varian
 
 # Allowed error of lse, absolute and relative.
 LSE_LOW, LSE_HIGH = 1e-3, 1e-5
+TOGETHER = 128  # queries of small tiles whose gradients are expected together
 
 
 @dataclass(frozen=True)
@@ -177,7 +178,7 @@ def expected_gradients(
 ) -> ExpectedGradients:
     """The expected result of `check_attention_backward`: dq of the query tiles `rows`, dk and dv of the key blocks
     `columns`, all by default. Work is proportional to the visited blocks of `rows` and of all tiles that visit
-    `columns`; memory to one tile.
+    `columns`; memory to one tile, or to those of 128 queries.
     """
     check(q, k, v, mask)
     of_out = (*q.shape[:3], v.shape[3])
@@ -236,25 +237,37 @@ def _gradients(call: _BudgetCall, tiles: set[int], keys: Tensor, needed: set[int
     of_queries = [[q.new_zeros((*q.shape[:2], 0, q.shape[3]), dtype=kind)] for kind in kinds]
     seen_keys = torch.zeros(sums[0][0].shape[:3], dtype=torch.int64, device=q.device)
     seeing = [seen_keys.new_zeros((*q.shape[:2], 0))]
-    for tile in sorted(needed):
-        at = slice(tile * mask.block[0], min((tile + 1) * mask.block[0], mask.q_len))
+    for run in _runs(sorted(needed), max(1, TOGETHER // mask.block[0])):
+        at = slice(run[0] * mask.block[0], min((run[-1] + 1) * mask.block[0], mask.q_len))
+        own = _positions(
+            [tile - run[0] for tile in run if tile in tiles], mask.block[0], at.stop - at.start, q.device
+        )
         seen = seen_by(mask, at.start, at.stop, q.shape[1])
         met_keys = seen.flatten(0, 2).any(0).nonzero().flatten()
         seen = seen[..., met_keys].expand(q.shape[0], -1, -1, -1)
         there = place[met_keys] >= 0
         to = place[met_keys[there]]
         for kind, parts in enumerate(_grad_tile(call, at, met_keys, seen)):
-            if tile in tiles:
-                of_queries[kind].append(parts[0])
+            of_queries[kind].append(parts[0][:, :, own])
             for whole, part in zip(sums[kind], parts[1:], strict=True):
                 whole.index_add_(2, to, part[:, :, there])
         seen_keys[:, :, to] += seen.sum(2).unflatten(1, (k.shape[1], -1)).sum(2)[..., there]
-        if tile in tiles:
-            seeing.append(seen.sum(-1))
+        seeing.append(seen.sum(-1)[:, :, own])
     exact, dense, fused, terms, inner = (
         [torch.cat(rows, 2), *more] for rows, more in zip(of_queries, sums, strict=True)
     )
     return _Truth(exact, dense, fused, terms, inner, [torch.cat(seeing, 2), seen_keys, seen_keys])
+
+
+def _runs(tiles: Sequence[int], most: int) -> list[list[int]]:
+    """The tiles, in order, those together that are neighbours, at most so many."""
+    runs: list[list[int]] = []
+    for tile in tiles:
+        if runs and tile == runs[-1][-1] + 1 and len(runs[-1]) < most:
+            runs[-1].append(tile)
+        else:
+            runs.append([tile])
+    return runs
 
 
 def _grad_tile(call: _BudgetCall, at: slice, keys: Tensor, seen: Tensor) -> Iterator[tuple[Tensor, ...]]:
