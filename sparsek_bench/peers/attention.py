@@ -386,11 +386,54 @@ def even_lists(one: Any) -> Tensor:
     return lists.full_block_idx.expand(*one.q.shape[:2], -1, -1).contiguous()
 
 
+@dataclass(frozen=True)
+class CudnnFlex(AttentionPeer):
+    """Attention over intervals of keys, of NVIDIA's cuDNN frontend, on [B, S, H, D]. The plan of its mask is kept."""
+
+    def why_not(self, case: Any, device: torch.device) -> list[str]:
+        reasons = {
+            f"takes two intervals of keys of each query, not {case.mask_text.words}": case.mask_text.rule
+            is None,
+            f"takes {' and '.join(LOW)}, not {case.dtype}": case.dtype not in LOW,
+        }
+        return super().why_not(case, device) + holding(reasons)
+
+    def laid(self, x: Tensor) -> Tensor:
+        return x.transpose(1, 2)
+
+    def attend(self, case: Any, one: Any) -> Attend:
+        module, intervals = imported("cudnn.flex_attention"), ends_of(one.mask).repeat(1, 1, case.batch)
+        given = (self.laid(x.detach()).contiguous() for x in (one.q, one.k, one.v))
+        plan = module.create_mask_plan(intervals, *given, build_backward=case.passes != FORWARD)
+        return partial(module.flex_attn_func, mask_plan=plan)
+
+
+def ends_of(mask: BlockMask) -> Tensor:
+    """int32 [1, 1, q_len] or [1, 3, q_len]: ends (e, low, high) of what a query sees, the keys before e and those from
+    low to high - 1. Raises UnavailableError for other masks.
+    """
+    keys, found = torch.arange(mask.kv_len, device=mask.device), []
+    for at in range(0, mask.q_len, 1024):
+        seen = mask.dense_rows(at, min(at + 1024, mask.q_len))
+        first, *others = seen.flatten(0, 1)
+        end = torch.where(first.all(-1), mask.kv_len, first.int().argmin(-1))
+        high = torch.where(first.any(-1), mask.kv_len - first.flip(-1).int().argmax(-1), 0)
+        ends = torch.stack((end, high - first.sum(-1) + end, high))
+        e, low, high = ends[..., None]
+        again = (keys < e) | ((keys >= low) & (keys < high))
+        if not torch.equal(again, first) or any(not torch.equal(each, first) for each in others):
+            raise UnavailableError("takes two intervals of keys of each query, the same for all heads")
+        found.append(ends)
+    whole = torch.cat(found, 1).int()[None]
+    return whole if bool((whole[:, 1] < whole[:, 2]).any()) else whole[:, :1].contiguous()
+
+
 PEERS: tuple[Peer, ...] = (
     DenseAttention("cudnn", "cuDNN dense", "cuda", "CUDNN_ATTENTION"),
     Flash4("fa4", "FlashAttention-4", "cuda"),
     Flex("flex", "FlexAttention", "cuda"),
     CudnnBlocks("cudnn_bsa", "cuDNN block-sparse", "cuda"),
+    CudnnFlex("cudnn_flex", "cuDNN FlexAttention", "cuda"),
     DenseAttention("sdpa", "torch dense", "cpu"),
 )
 GRAD_PEERS: tuple[Peer, ...] = (

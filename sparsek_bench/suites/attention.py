@@ -321,7 +321,7 @@ TABLE = Table(
         "the mask is causal, else with every pair. Over a peer: 1.50 means 1.5 times as fast. FlashAttention-4 "
         "runs on its own layout; FlexAttention with its default options, for blocks of 64 with tiles of 64."
     ),
-    beside=("fa4", "flex", "cudnn_bsa"),
+    beside=("fa4", "flex", "cudnn_bsa", "cudnn_flex"),
     usual=("block 128", "16 heads", "D 128", "bf16"),
     kernels=HOPPER,
 )

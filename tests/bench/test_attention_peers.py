@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from sparsek.attn.mask.mask import BlockMask
 from sparsek.attn.reference.attention import attention as reference
@@ -20,6 +21,7 @@ from sparsek_bench.engine.bench import BY_OP
 from sparsek_bench.engine.peer import UnavailableError, peers_named, setting_up
 from sparsek_bench.peers.attention import (
     LONGEST_DENSE_STEP,
+    ends_of,
     even_lists,
     flex_tiles,
     kept_graphs,
@@ -39,7 +41,8 @@ LARGE, LARGE_BACKWARD = (
     kind(1, 16, 16, 8192, 8192, 128, 128, "blocks:0.125") for kind in (AttentionCase, AttentionGradCase)
 )
 LONG = AttentionTrainCase(1, 8, 8, 65536, 65536, 128, 128, "window:4096")
-GPU_PEERS = ["cudnn", "fa4", "flex", "cudnn_bsa"]
+BY_LISTS = ["cudnn", "fa4", "flex", "cudnn_bsa"]
+BY_RULE = ["cudnn", "fa4", "flex", "cudnn_flex"]
 EACH = pytest.mark.parametrize("case", CASES, ids=["forward", "backward", "step"])
 
 
@@ -61,18 +64,18 @@ def able(case: AttentionCase) -> list[str]:
 def test_each_device_has_its_peers() -> None:
     for table, more in ((PEERS, []), (GRAD_PEERS, ["fa4_ordered"])):
         assert [each.name for each in peers_named(table, None, CPU)] == ["sdpa"]
-        assert [each.name for each in peers_named(table, None, CUDA)] == [*GPU_PEERS, *more]
+        assert [each.name for each in peers_named(table, None, CUDA)] == [*BY_LISTS, "cudnn_flex", *more]
 
 
 @pytest.mark.parametrize(
     ("mask", "names"),
     [
-        ("blocks:0.125", GPU_PEERS),
-        ("topk:8", GPU_PEERS),
-        ("full", ["cudnn", "fa4", "flex"]),
-        ("causal", ["cudnn", "fa4", "flex"]),
-        ("window:2048", ["cudnn", "fa4", "flex"]),
-        ("window:2048+sinks:128", ["cudnn", "flex"]),
+        ("blocks:0.125", BY_LISTS),
+        ("topk:8", BY_LISTS),
+        ("full", BY_RULE),
+        ("causal", BY_RULE),
+        ("window:2048", BY_RULE),
+        ("window:2048+sinks:128", ["cudnn", "flex", "cudnn_flex"]),
         ("bigbird:256:640:3", ["cudnn", "fa4", "flex"]),
     ],
 )
@@ -85,9 +88,9 @@ def test_which_peers_take_which_masks(mask: str, names: list[str]) -> None:
 
 
 def test_a_long_step_has_no_dense_peer() -> None:
-    assert able(LONG) == ["cudnn", "fa4", "flex", "fa4_ordered"]
+    assert able(LONG) == [*BY_RULE, "fa4_ordered"]
     longer = replace(LONG, q_len=2 * LONGEST_DENSE_STEP, kv_len=2 * LONGEST_DENSE_STEP)
-    assert able(longer) == ["fa4", "flex", "fa4_ordered"]
+    assert able(longer) == [*BY_RULE[1:], "fa4_ordered"]
     assert peer("cudnn", longer).why_not(longer, CUDA) == [
         "takes time by the square of the length: not measured beyond 64K"
     ]
@@ -390,6 +393,39 @@ def test_each_gradient_of_cudnn_is_judged(installed: Any, place: int) -> None:
     install(installed, Cudnn(128, wrong=place))
     with pytest.raises(UnavailableError, match="its result is wrong here"):
         ready("cudnn_bsa", case, case.operands(CPU))
+
+
+@EACH
+@pytest.mark.parametrize("mask", ["causal", "full", "window:100", "window:50+sinks:40"])
+def test_cudnn_gets_the_intervals_of_a_rule(installed: Any, case: AttentionCase, mask: str) -> None:
+    case = replace(case, mask=mask)
+    sets = case.operands(CPU)
+
+    def plan(ends: Tensor, *given: Tensor, build_backward: bool) -> Tensor:
+        assert ends.dtype == torch.int32
+        assert ends.shape == (1, 1 if mask in {"causal", "full"} else 3, 256)
+        assert all(x.shape == (1, 256, 2, 32) and x.is_contiguous() for x in given)
+        assert build_backward == (case.op != FORWARD.op)
+        return ends[0]
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, *, mask_plan: Tensor) -> Tensor:
+        keys, (first, *rest) = torch.arange(256), mask_plan[:, :, None]
+        seen = keys < first
+        if rest:
+            seen |= (keys >= rest[0]) & (keys < rest[1])
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        return functional.scaled_dot_product_attention(q, k, v, attn_mask=seen).transpose(1, 2)
+
+    installed("cudnn.flex_attention", create_mask_plan=plan, flex_attn_func=attend)
+    for call, one in zip(ready("cudnn_flex", case, sets).calls, sets, strict=True):
+        agree(case, call, exact(one), swapped=True)
+
+
+def test_other_masks_are_no_intervals() -> None:
+    for each in ("bigbird:64:64:1", "blocks:0.5"):
+        (one, *_) = replace(FORWARD, mask=each, block=(64, 64)).operands(CPU)
+        with pytest.raises(UnavailableError, match="two intervals"):
+            ends_of(one.mask)
 
 
 def test_uneven_lists_are_not_for_cudnn() -> None:
