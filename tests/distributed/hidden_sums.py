@@ -82,7 +82,8 @@ def results(model: Any, x: Tensor) -> list[Tensor]:
     slopes = torch.linspace(-1, 1, y.numel(), dtype=y.dtype, device=y.device)
     (y * slopes.view(y.shape)).sum().backward()
     grads = [each.grad for each in model.parameters()]
-    return [y, mine.grad, *(each.to_local() for each in grads if each is not None)]  # type: ignore[list-item]
+    # Without its graph, whose nodes of leaves would stay on the stream of this call, and warn in a CUDA graph.
+    return [y.detach(), mine.grad, *(each.to_local() for each in grads if each is not None)]  # type: ignore[list-item]
 
 
 @case

@@ -552,6 +552,7 @@ def test_one_gpu_over_nccl_hides_sums_in_the_same_bits_and_in_a_graph() -> None:
     from torch.distributed.device_mesh import init_device_mesh
 
     here = torch.device("cuda", 0)
+    torch.cuda.set_device(here)
     dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1, device_id=here)
     try:
         mesh = init_device_mesh("cuda", (1,))
