@@ -1,7 +1,7 @@
 """The protocol of a peer: something else that a user could run, measured in the same rounds as the kernels.
 
 A peer that cannot run gives its reasons. The result of a peer that computes the same passes the same gate as a
-kernel's, or it gets no time.
+kernel's, or it gets no time; a note says where it rounds a little more.
 """
 
 import warnings
@@ -132,10 +132,16 @@ def holding(reasons: Mapping[str, object]) -> list[str]:
     return [text for text, holds in reasons.items() if holds]
 
 
-def accepted(gate: Gate, what: str) -> None:
-    """Raises UnavailableError unless the gate passed."""
-    if not gate.passed:
-        raise UnavailableError(f"{what} is wrong here: error {gate.error:.2e}, budget {gate.budget:.2e}")
+def accepted(gate: Gate, what: str, most: float = 1.0) -> str:
+    """A note if the error of a peer is larger than the budget, by `most` times; else none.
+
+    Raises UnavailableError for a larger one.
+    """
+    if gate.passed:
+        return ""
+    if gate.budget < gate.error <= most * gate.budget:
+        return f"its error is {gate.error / gate.budget:.2f} of our budget"
+    raise UnavailableError(f"{what} is wrong here: error {gate.error:.2e}, budget {gate.budget:.2e}")
 
 
 @contextmanager

@@ -16,11 +16,13 @@ from torch.nn import functional
 from sparsek.attn.mask.mask import BlockMask
 from sparsek.attn.reference.attention import attention as reference
 from sparsek.core import dtypes
+from sparsek.testing.budget import Gate
 from sparsek_bench.benches import BENCHES
 from sparsek_bench.engine.bench import BY_OP
-from sparsek_bench.engine.peer import UnavailableError, peers_named, setting_up
+from sparsek_bench.engine.peer import UnavailableError, accepted, peers_named, setting_up
 from sparsek_bench.peers.attention import (
     LONGEST_DENSE_STEP,
+    LOOSE,
     ends_of,
     even_lists,
     flex_tiles,
@@ -310,6 +312,17 @@ def test_a_peer_whose_result_is_wrong_gets_no_time(installed: Any, case: Attenti
     installed("flash_attn.cute.interface", flash_attn_func=flash)
     with pytest.raises(UnavailableError, match=rf"its result is wrong here: error {error}"):
         ready("fa4", case, case.operands(CPU))
+
+
+def test_a_peer_that_rounds_a_little_more_says_so() -> None:
+    judged = [Gate(error, 1e-3, False) for error in (1.04e-3, 1.3e-3, float("nan"), 1e-4)]
+    assert accepted(Gate(1e-4, 1e-3, True), "its result", LOOSE) == ""
+    assert accepted(judged[0], "its result", LOOSE) == "its error is 1.04 of our budget"
+    for each in judged[1:]:
+        with pytest.raises(UnavailableError, match="is wrong here"):
+            accepted(each, "its result", LOOSE)
+    with pytest.raises(UnavailableError, match="is wrong here"):
+        accepted(judged[0], "its result")
 
 
 def test_flash_attention_has_no_words_for_partial_blocks_of_its_lists(installed: Any) -> None:
