@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from sparsek.core import dtypes
 from sparsek.core.errors import InvalidInput
@@ -218,6 +219,11 @@ def some_rows(count: int, device: torch.device) -> Tensor:
 def rounded(x: Tensor) -> Tensor:
     """Rows [..., K] rounded to FP8, as weights are stored and inputs are multiplied, in float32. Zeros stay zeros."""
     return quantize(x.detach().contiguous(), check=False).dequantize()
+
+
+def round_inputs(layer: nn.Module, *given: Any) -> Any:
+    """A hook that rounds the inputs of a layer as a product in FP8 does; gradients pass through."""
+    return tree_map_only(Tensor, lambda x: x + (rounded(x).to(x.dtype) - x).detach(), given)
 
 
 def select(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import zlib
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -28,6 +29,9 @@ from sparsek.nn.experts import PackedLinear
 from sparsek.nn.replace import layer_of
 
 ELEMENTS = 2**28  # of the moments of packed experts that are held at a time
+PIECE = (
+    2**23
+)  # inputs, or outputs, of the widest layer in a piece of a calibration batch, unless one sequence has more
 SAMPLED = 2**14  # elements of each tensor by which residuals are looked for
 
 
@@ -43,7 +47,10 @@ class Settings:
 
 
 class Passes:
-    """A model with the configs of its layers, and the calibration, which may be None."""
+    """A model with the configs of its layers, and the calibration in pieces, which may be None.
+
+    `numbers`: of which calibration batch each piece is.
+    """
 
     stacks: list[Stack]
 
@@ -55,8 +62,12 @@ class Passes:
         batches: list[stream.Batch] | None,
         folder: Path | None,
     ) -> None:
-        self.model, self.configs, self.settings, self.batches = model, configs, settings, batches
+        self.model, self.configs, self.settings = model, configs, settings
         self.folder, self.store = folder, ActivationStore(folder)
+        widest = max((max(parts_of(self._layer(name))[0][0].shape) for name in configs), default=1)
+        cut = None if batches is None else [pieces_of(each, PIECE // widest) for each in batches]
+        self.batches = None if cut is None else [piece for pieces in cut for piece in pieces]
+        self.numbers = [at for at, pieces in enumerate(cut or ()) for _ in pieces]
 
     def survey(
         self,
@@ -198,6 +209,15 @@ class Passes:
         for batch in range(len(line)):
             line.put(index + 1, side, batch, line.outputs(line.call(block, index, side, batch), index, batch))
 
+    def _squares(self, line: Stream, stage: int, pieces: Iterable[int]) -> dict[str, float]:
+        """Those of what the dense blocks give to a stage, in all of some pieces."""
+        found: dict[str, float] = defaultdict(float)
+        for piece in pieces:
+            for at, each in line.get(stage, DENSE, piece).items():
+                if each.is_floating_point() and each.ndim > 1:
+                    found[at] += float(line.real(each.float(), piece).square().sum())
+        return found
+
     @contextmanager
     def _computed(self, block: nn.Module) -> Iterator[None]:
         """A block on the device of the run; afterwards where it was."""
@@ -216,7 +236,7 @@ class Passes:
         if self.batches is None:
             return None
         try:
-            return Stream(self.model, stack, self.batches, self.store, label)
+            return Stream(self.model, stack, self.batches, self.numbers, self.store, label)
         except stream.NoSequence:
             for side in (DENSE, PRUNED):
                 self.store.drop(f"{label}.arguments.{side}")
@@ -238,6 +258,34 @@ class Passes:
 
     def _layer(self, name: str) -> Any:
         return layer_of(self.model, name)
+
+
+def pieces_of(batch: stream.Batch, most: int) -> list[stream.Batch]:
+    """Sequences of a batch of token ids with `most` tokens each, or one: a device holds the activations of a piece.
+
+    Tensors with a row for each sequence are cut; those of one row, or of one value for each position, all pieces get. A
+    batch with others, or without ids [sequences, tokens], stays whole, and so does one of as many tokens as sequences.
+    """
+    (args, kwargs), whole = batch, [batch]
+    leaves, given = [*args, *kwargs.values()], tensors_in(batch)
+    ids = kwargs.get("input_ids", args[0] if args else None)
+    if not isinstance(ids, Tensor) or ids.ndim != 2 or ids.is_floating_point() or ids.is_complex():
+        return whole
+    count, tokens = ids.shape
+    each = max(1, most // max(1, tokens))
+    if count <= each or len(given) != sum(isinstance(leaf, Tensor) for leaf in leaves):
+        return whole
+    shared = {id(x) for x in given if x.ndim == 0 or len(x) == 1 or (x.ndim == 1 and len(x) == tokens)}
+    if any((id(x) not in shared and len(x) != count) or (x.ndim > 1 and x.shape[1] == count) for x in given):
+        return whole
+
+    def part(leaf: Any, at: int) -> Any:
+        return leaf[at : at + each] if isinstance(leaf, Tensor) and id(leaf) not in shared else leaf
+
+    return [
+        (tuple(part(leaf, at) for leaf in args), {name: part(leaf, at) for name, leaf in kwargs.items()})
+        for at in range(0, count, each)
+    ]
 
 
 def groups_of(layers: Mapping[str, nn.Module], run: Callable[[], Any]) -> dict[tuple[str, ...], int]:

@@ -7,6 +7,8 @@ import json
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from functools import cache
+from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -42,6 +44,7 @@ from sparsek.models.layer import (
     masked_sides,
     parts_of,
     pruned,
+    round_inputs,
     rounded,
     select,
     sparse_layer,
@@ -404,8 +407,8 @@ class _Run(Passes):
                 dense,
                 originals,
                 groups,
-                lambda: line.call(dense, index, DENSE, 0),
-                lambda x: line.real(x, 0),
+                lambda: line.call(dense, index, DENSE, line.fullest),
+                lambda x: line.real(x, line.fullest),
             )
         units = []
         if self.settings.permute and self.settings.method == "obs":
@@ -463,7 +466,7 @@ class _Run(Passes):
         else:
             layer.weight.data = made.weight.T if is_conv1d(layer) else made.weight
             if isinstance(config, Float8):  # for the layers after it, its inputs are rounded too
-                self.rounding.append(layer.register_forward_pre_hook(_rounds, with_kwargs=True))
+                self.rounding.append(layer.register_forward_pre_hook(round_inputs, with_kwargs=True))
         row = LayerRow(
             name,
             shape_of(layer),
@@ -492,27 +495,29 @@ class _Run(Passes):
     ) -> None:
         """Let the stored values of a block learn the outputs of the dense block."""
 
-        def loss(batch: int) -> Tensor:
-            def fill(_: nn.Module, *given: Any) -> Any:  # gradients of weights would be NaN
-                return tree_map_only(Tensor, lambda x: line.real(x, batch), given)
+        pieces = [[*own] for _, own in groupby(range(len(line)), line.numbers.__getitem__)]
 
-            wanted = line.get(index + 1, DENSE, batch)
+        squares = cache(lambda batch: self._squares(line, index + 1, pieces[batch]))
+
+        loss = lambda batch: (lost(piece, squares(batch)) for piece in pieces[batch])  # noqa: E731
+
+        def lost(piece: int, whole: dict[str, float]) -> Tensor:
+            def fill(_: nn.Module, *given: Any) -> Any:  # gradients of weights would be NaN
+                return tree_map_only(Tensor, lambda x: line.real(x, piece), given)
+
+            wanted = line.get(index + 1, DENSE, piece)
             hooks = [each.register_forward_pre_hook(fill, with_kwargs=True) for each in filled]
             try:
-                found = line.outputs(line.call(block, index, PRUNED, batch), index, batch)
+                found = line.outputs(line.call(block, index, PRUNED, piece), index, piece)
             finally:
                 for hook in hooks:
                     hook.remove()
             total = torch.zeros((), dtype=torch.float32, device=stream.device_of(block))
             for at, each in found.items():
-                if (
-                    each.is_floating_point()
-                    and each.requires_grad | (not torch.is_grad_enabled())
-                    and each.ndim > 1
-                ):
+                if at in whole and each.requires_grad | (not torch.is_grad_enabled()):
                     other = wanted[at].to(each.device).float()
-                    lost, whole = (line.real(x, batch).square().sum() for x in (each.float() - other, other))
-                    total = total + lost / whole.clamp(min=1e-30)
+                    square = line.real(each.float() - other, piece).square().sum()
+                    total = total + square / max(whole[at], 1e-30)
             return total
 
         filled = [each for each in layers.values() if not isinstance(each, PackedLinear)]
@@ -534,7 +539,7 @@ class _Run(Passes):
                     for weight, _ in parts_of(layer):
                         weight.copy_(rounded(weight))
 
-        fitting.fit_block(name or type(block).__name__, weights, biases, loss, len(line), finish)
+        fitting.fit_block(name or type(block).__name__, weights, biases, loss, len(pieces), finish)
 
     def _read(self, done: int, layers: dict[str, Any]) -> dict[str, tuple[Tensor, Tensor, Tensor | None]]:
         """Mask, weight and bias of the layers of a block that a run before has pruned."""
@@ -585,11 +590,6 @@ class _Run(Passes):
             options += [str((planner.max_error, planner.speedup, planner.card.name, planner.tokens))]
         text = json.dumps([configs, options, weights, data])
         return hashlib.sha256(text.encode()).hexdigest()
-
-
-def _rounds(layer: nn.Module, *given: Any) -> Any:
-    """A hook that rounds the inputs of a layer as a product in FP8 does; gradients pass through."""
-    return tree_map_only(Tensor, lambda x: x + (rounded(x).to(x.dtype) - x).detach(), given)
 
 
 def _within(name: str, block: str) -> str:

@@ -7,7 +7,7 @@ of columns it is least at w_S = (target H)_S inv(H_SS).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -145,16 +145,17 @@ def fit_block(
     name: str,
     layers: Sequence[tuple[nn.Parameter, Tensor]],
     biases: Sequence[nn.Parameter],
-    loss: Callable[[int], Tensor],
+    loss: Callable[[int], Iterable[Tensor]],
     batches: int,
     finish: Callable[[], None],
     steps: int = STEPS,
 ) -> None:
     """Steps of Adam on the stored values of a block's layers, (weight, its mask), and on their biases.
 
-    `loss(batch)` compares outputs of the block with the dense ones. The best of the mean losses before and after
-    decides: without a gain the weights return to what they were. `finish()` rounds the weights of layers in FP8. Raises
-    InvalidInput with the name of a block whose outputs have no gradients.
+    `loss(batch)` compares outputs of the block with the dense ones: terms of a sum, one for each piece of the batch.
+    The best of the mean losses before and after decides: without a gain the weights return to what they were.
+    `finish()` rounds the weights of layers in FP8. Raises InvalidInput with the name of a block whose outputs have no
+    gradients.
     """
     parameters = [*(weight for weight, _ in layers), *biases]
     before = [each.detach().clone() for each in parameters]
@@ -162,7 +163,7 @@ def fit_block(
 
     def measured() -> Tensor:
         with torch.no_grad():
-            return torch.stack([loss(batch) for batch in range(batches)]).mean()
+            return torch.stack([torch.stack([*loss(batch)]).sum() for batch in range(batches)]).mean()
 
     first = measured()
     adam = torch.optim.Adam(parameters, lr=RATE, foreach=False)
@@ -197,17 +198,28 @@ def fit_block(
 
 
 def _gradients(
-    name: str, value: Tensor, batch: int, parameters: Sequence[nn.Parameter]
+    name: str, terms: Iterable[Tensor], batch: int, parameters: Sequence[nn.Parameter]
 ) -> Sequence[Tensor | None]:
-    """Those of the loss of a batch, a value; None for what it does not depend on."""
-    if not value.requires_grad:
-        return [None] * len(parameters)
-    try:
-        return torch.autograd.grad(value, parameters, allow_unused=True)
-    except torch.OutOfMemoryError:
-        raise
-    except RuntimeError as error:
-        raise InvalidInput(
-            f'{name}: reconstruct="block" needs gradients of calibration batch {batch}: {first_line(error)}; '
-            'reconstruct="layer" needs none'
-        ) from error
+    """Those of the loss of a batch, values whose sum it is; None for what it does not depend on."""
+    found: list[Tensor | None] = [None] * len(parameters)
+    wide = [torch.promote_types(each.dtype, torch.float32) for each in parameters]
+    for value in terms:
+        if not value.requires_grad:
+            continue
+        try:
+            own = torch.autograd.grad(value, parameters, allow_unused=True)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            raise InvalidInput(
+                f'{name}: reconstruct="block" needs gradients of calibration batch {batch}: {first_line(error)}; '
+                'reconstruct="layer" needs none'
+            ) from error
+        for at, each in enumerate(own):
+            before = found[at]
+            if each is not None:
+                found[at] = each if before is None else before.to(wide[at]) + each
+    return [
+        None if each is None else each.to(parameter.dtype)
+        for each, parameter in zip(found, parameters, strict=True)
+    ]

@@ -456,15 +456,31 @@ def changed(leaf: Any) -> Any:
 
 
 class Stream:
-    """The calibration batches on their way through one stack: for each block its arguments, dense and pruned."""
+    """The calibration batches, or pieces of them, on their way through one stack: for each block its arguments, dense
+    and pruned. `numbers`: of which calibration batch each is. `fullest`: with the most tokens that count.
+    """
 
     def __init__(
-        self, model: nn.Module, stack: Stack, batches: Sequence[Batch], store: ActivationStore, label: str
+        self,
+        model: nn.Module,
+        stack: Stack,
+        batches: Sequence[Batch],
+        numbers: Sequence[int],
+        store: ActivationStore,
+        label: str,
     ) -> None:
-        self.stack, self.store, self.label, self.batches = stack, store, label, batches
+        self.stack, self.store, self.label = stack, store, label
+        self.batches, self.numbers = batches, numbers
         self.recorded = {DENSE: DENSE, PRUNED: DENSE}  # whose arguments a side takes
         self.records = self._record(model, DENSE)
         self.padding = [padding_of(batch, decodes(model)) for batch in batches]
+        self.fullest = max(
+            range(len(batches)),
+            key=lambda at: (
+                not self.padding[at],
+                sum(int(each.count_nonzero()) for each in self.padding[at]),
+            ),
+        )
 
     def __len__(self) -> int:
         return len(self.records)
@@ -481,7 +497,7 @@ class Stream:
     def _record(self, model: nn.Module, side: str) -> list[StackCalls]:
         found = []
         for at, batch in enumerate(self.batches):
-            made = record(model, self.stack, batch, at)
+            made = record(model, self.stack, batch, self.numbers[at])
             if made is None:
                 raise NoSequence
             self.store.put(self._arguments(side), at, {str(i): each for i, each in enumerate(made.tensors)})
@@ -492,7 +508,7 @@ class Stream:
     def call(self, module: nn.Module, block: int, side: str, batch: int) -> Any:
         """Run a block, or another module in its place, on the arguments of one side; return what it returns."""
         args, kwargs = self.arguments(block, side, batch, device_of(module))
-        return run(module, args, kwargs, f"calibration batch {batch}")
+        return run(module, args, kwargs, f"calibration batch {self.numbers[batch]}")
 
     def arguments(
         self, block: int, side: str, batch: int, device: torch.device

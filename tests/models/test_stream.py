@@ -100,7 +100,7 @@ def test_a_stream_gives_each_block_what_the_model_gives_it(on_disk: bool, tmp_pa
     store = ActivationStore(tmp_path if on_disk else None)
     (stack,) = stream.stacks_of(model)
     with torch.no_grad():
-        line = Stream(model, stack, [((x,), {}) for x in inputs], store, "0")
+        line = Stream(model, stack, [((x,), {}) for x in inputs], range(len(inputs)), store, "0")
         assert "forward" not in vars(model.blocks[0])
         for index, block in enumerate(model.blocks):
             for batch in range(2):
@@ -273,6 +273,50 @@ def test_models_of_transformers_are_pruned_block_by_block(name: str):
     assert sum(row.error_after < row.error for row in rows) >= len(rows) - 1  # type: ignore[operator]
 
 
+@pytest.mark.parametrize("name", ["llama", "t5"])
+def test_batches_of_ids_pass_some_sequences_at_a_time(name: str, monkeypatch: pytest.MonkeyPatch):
+    found: list[Tensor] = []
+    for size in (4, 2):  # whole, and in two pieces of 16 tokens each, the widest layer has 64 outputs
+        monkeypatch.setattr(passes, "PIECE", size * 16 * 64)
+        model, batch = tiny(name)
+        seen: list[int] = []
+        model.register_forward_pre_hook(
+            lambda _, args, given, seen=seen: seen.append(len(given["input_ids"])), with_kwargs=True
+        )
+        sk.prune(model, sk.BlockSparse(16, 0.5), calibration=[batch], reconstruct="block")
+        assert set(seen) == {size}
+        with torch.no_grad():
+            found.append(model.eval()(**batch)[int("labels" in batch)])
+    assert (found[0] - found[1]).norm() < 0.02 * found[0].norm()
+
+
+def test_what_is_cut_with_the_sequences_of_a_batch():
+    ids, mask = torch.arange(40).view(5, 8), torch.ones(5, 8)
+    more = {
+        "labels": torch.arange(5),
+        "position_ids": torch.arange(8),
+        "bias": torch.ones(1, 2, 8, 8),
+        "flag": True,
+    }
+    first, *_, last = pieces = passes.pieces_of(((), {"input_ids": ids, "attention_mask": mask, **more}), 20)
+    assert [len(each["input_ids"]) for _, each in pieces] == [2, 2, 1]
+    assert torch.equal(torch.cat([each["input_ids"] for _, each in pieces]), ids)
+    assert first[1]["attention_mask"].shape == (2, 8)
+    assert torch.equal(last[1]["labels"], torch.tensor([4]))
+    assert all(last[1][name] is more[name] for name in ("position_ids", "bias", "flag"))
+    assert [len(args[0]) for args, _ in passes.pieces_of(((ids, mask), {}), 20)] == [2, 2, 1]
+    square = torch.arange(64).view(8, 8)
+    for args, kwargs in (
+        ((mask,), {}),  # features, not ids
+        ((), {"input_ids": ids, "other": torch.ones(3, 8)}),
+        ((), {"input_ids": ids, "past": (torch.ones(5, 8),)}),
+        ((), {"input_ids": square, "position_ids": torch.arange(8)}),  # of positions, or of sequences?
+        ((), {"input_ids": ids[:2]}),
+    ):
+        (whole,) = passes.pieces_of((args, kwargs), 20)
+        assert whole == (args, kwargs)
+
+
 class Loop(nn.Module):
     """The same blocks in several rounds, more of them for a larger x."""
 
@@ -359,6 +403,6 @@ def test_cross_attention_compares_with_the_states_of_the_dense_encoder(on_disk: 
         assert lost > 0.05  # by the states
     assert rows["decoder.0.own"].error == pytest.approx(0, abs=1e-3)
     assert len(list((tmp_path / "run").iterdir())) == 5 if on_disk else True
-    line = Stream(dense, stream.stacks_of(dense)[1], [((), batch)], ActivationStore(None), "0")
+    line = Stream(dense, stream.stacks_of(dense)[1], [((), batch)], [0], ActivationStore(None), "0")
     assert torch.equal(line.rows(torch.ones(4, 5, 32), 0), (labels != -100).flatten().float())
     assert torch.equal(line.rows(torch.ones(4, 6, 32), 0), mask.flatten())
