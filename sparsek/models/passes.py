@@ -395,7 +395,8 @@ def residuals_of(
     `run` runs twice, so that few tensors are held: at first some elements of each, then the candidates.
     """
     names = {id(module): name for name, module in block.named_modules()}
-    samples = _passing(block, run, lambda _, x: _sample(x, real))
+    widths = {len(weights_of(x)[0]) for x in layers.values() if not isinstance(x, PackedLinear)}
+    samples = _passing(block, run, lambda _, x: _sample(x, real) if _may_be_added(x, widths) else None)
     sums: dict[str, list[tuple[int, int, int]]] = {}
     for name, first in ((name, group[0]) for group in groups for name in group):
         own, start = (
@@ -413,8 +414,10 @@ def residuals_of(
                 if _is_sum(y.values, samples[r][1].values, samples[z][1].values)
             ]
     held = {at for found in sums.values() for each in found for at in each}
+    if not held:
+        return {}
     passed = _passing(block, run, lambda at, x: (x, stream.version_of(x)) if at in held else None)
-    if not held or [place for place, _ in passed] != [place for place, _ in samples]:
+    if [place for place, _ in passed] != [place for place, _ in samples]:
         return {}
 
     def are_sum(each: tuple[int, int, int]) -> bool:
@@ -435,9 +438,13 @@ class _Sample(NamedTuple):
     values: Tensor
 
 
-def _sample(x: Tensor, real: Callable[[Tensor], Tensor]) -> _Sample | None:
-    if not x.is_floating_point() or not x.numel():
-        return None
+def _may_be_added(x: Tensor, widths: set[int]) -> bool:
+    """Whether x may be a part of a sum with an output of so many features: not a mask, nor sparse or nested."""
+    plain = x.layout == torch.strided and not x.is_nested and x.is_floating_point() and x.element_size() > 1
+    return plain and x.ndim > 0 and x.shape[-1] in widths and x.numel() > 0
+
+
+def _sample(x: Tensor, real: Callable[[Tensor], Tensor]) -> _Sample:
     values = real(x).reshape(-1)
     step = len(values) // SAMPLED | 1  # odd, so that it goes through the columns
     at = torch.arange(0, len(values), step, device=x.device)

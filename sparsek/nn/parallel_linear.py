@@ -39,6 +39,7 @@ from sparsek.products.ops.spmm import finished
 
 Side: TypeAlias = Literal["rows", "columns"]
 PARTS = "parts"  # a buffer
+SUMMING = ("_FromTorchTensorBackward", "RedistributeBackward")  # add up gradients of which ranks have parts
 
 
 @dataclass(frozen=True)
@@ -506,9 +507,8 @@ def everywhere(x: Any, split: Split) -> Tensor:
     if is_copied(x, split):  # without the host's time of DTensors
         return copied(x, split.group)
     x = laid_out(x, split)
-    if (
-        x.is_leaf or not x.placements[0].is_replicate()
-    ):  # else gradients of all layers that read x add up first
+    # What made x adds up the gradients of all layers that read it; other tensors have no gradients in parts.
+    if type(x.grad_fn).__name__ not in SUMMING or not x.placements[0].is_replicate():
         x = moved(x, Replicate())
     return x.to_local(grad_placements=[Partial()])
 

@@ -69,9 +69,19 @@ class CopiedProducts(torch.autograd.Function):
         return tuple(y.data if y._is_view() else y for y in (linear(x, w) for w in weights))
 
     @staticmethod
+    @transforms.one_by_one
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         x, *values = saved_tensors(ctx)
-        return _of_copied(ctx.group, x, ctx.patterns, values, grads, ctx.needs_input_grad[3:])
+        needs = [node is not None and _runs(node) for node, _ in ctx.next_functions]  # of x and the values
+        return _of_copied(ctx.group, x, ctx.patterns, values, grads, needs)
+
+
+def _runs(node: Any) -> bool:
+    """Whether this backward pass goes on to a node: gradients may be asked of some tensors only."""
+    try:
+        return torch._C._will_engine_execute_node(node)
+    except RuntimeError:  # of a leaf that torch.autograd.grad is asked for
+        return True
 
 
 def _of_copied(
@@ -82,19 +92,20 @@ def _of_copied(
         return _untraced(_of_copied, group, x, patterns, values, grads, needs)
     whole: Any = None
     for pattern, held, grad in zip(patterns[::-1], values[::-1], grads[::-1], strict=True):
-        if grad is not None:  # autograd adds those of the last product first
+        if needs[0] and grad is not None:  # autograd adds those of the last product first
             dz = tokens(grad)
             own = dz @ held if pattern is None else spmm(dz, BSR.unchecked(pattern, held, None))
             whole = own if whole is None else whole + own
 
     def of_values() -> list[Tensor | None]:
         rows = tokens(x)
-        parts = zip(patterns, grads, needs, strict=True)
+        parts = zip(patterns, grads, needs[1:], strict=True)
         return [_of_values(pattern, grad, rows) if need else None for pattern, grad, need in parts]
 
-    if whole is None:
-        return None, None, None, *(None for _ in values)
-    whole = whole.view(x.shape)
+    if not needs[0]:
+        return None, None, None, *of_values()
+    # Without a gradient here, other ranks may have one.
+    whole = (x.new_zeros(x.shape) if whole is None else whole).view(x.shape)
     if torch.is_grad_enabled():  # for gradients of gradients
         return added(whole.clone(), group), None, None, *of_values()
     made: list[list[Tensor | None]] = []

@@ -145,6 +145,55 @@ def dense_products_of_a_copied_x() -> None:
         assert a is b is None or torch.equal(a, b)
 
 
+@case
+def gradients_that_are_not_asked_for_are_not_computed() -> None:
+    mesh, x = meshes()[1], torch.randn(5, 128, dtype=torch.float64, requires_grad=True)
+    own = split(layer(), mesh)
+    y, weights = own(x).square().sum(), [*own.parameters()]
+    with noted() as found:
+        torch.autograd.grad(y, weights, retain_graph=True)
+    assert found == ["weights"], found
+    with noted() as found:
+        torch.autograd.grad(y, x, retain_graph=True)
+    assert found == ["begun", "ended"], found
+
+
+class OnRankZero(torch.autograd.Function):
+    """x, which has no gradient on other ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return None if meshes()[1].get_local_rank() else grad
+
+
+@case
+def a_rank_without_a_gradient_takes_part_in_the_sum() -> None:
+    own, draw = split(layer(), meshes()[1]), torch.Generator().manual_seed(11)
+    x = torch.randn(5, 128, dtype=torch.float64, generator=draw)
+    found = []
+    for way in (ordered, noted):
+        mine = x.clone().requires_grad_()
+        with way():
+            OnRankZero.apply(own(mine)).sum().backward()
+        assert mine.grad is not None
+        found.append(mine.grad)
+    assert torch.equal(*found)
+
+
+@case
+def many_gradients_at_once_beside_a_sum() -> None:
+    own, draw = split(gated_mlp(), meshes()[1]), torch.Generator().manual_seed(12)
+    x = torch.randn(5, 128, dtype=torch.float64, generator=draw, requires_grad=True)
+    y = own(x)
+    many = torch.randn(3, *y.shape, dtype=y.dtype, generator=draw)
+    (found,) = torch.autograd.grad(y, x, many, is_grads_batched=True, retain_graph=True)
+    near(found, torch.stack([torch.autograd.grad(y, x, each, retain_graph=True)[0] for each in many]))
+
+
 class Three(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -176,3 +225,22 @@ def layers_that_read_one_dtensor_add_up_its_gradient_once() -> None:
     assert seen.get_total_counts() == 1, seen.get_comm_counts()
     whole(right).sum().backward()
     near(mine.grad, right.grad)
+
+
+@case
+def tensors_of_a_mesh_before_a_split_layer_get_whole_gradients() -> None:
+    from torch.distributed.tensor import DTensor, Replicate, distribute_module, distribute_tensor
+
+    mesh, draw = meshes()[1], torch.Generator().manual_seed(13)
+    x = torch.randn(6, 128, dtype=torch.float64, generator=draw)
+    torch.manual_seed(13)
+    whole = nn.Sequential(nn.Linear(128, 128, dtype=torch.float64), *layer())
+    own = copy.deepcopy(whole)
+    distribute_module(own[0], mesh)
+    sk.distributed.ColwiseSparse(use_local_output=False)._apply(own[1], mesh)
+    whole(x).square().sum().backward()
+    y: Any = own(distribute_tensor(x, mesh, [Replicate()]))
+    y.full_tensor().square().sum().backward()
+    for mine, right in zip(own[0].parameters(), whole[0].parameters(), strict=True):
+        assert isinstance(mine.grad, DTensor)
+        near(mine.grad.to_local(), right.grad)

@@ -132,6 +132,30 @@ def test_the_search_for_residuals_holds_the_sum_and_its_parts_alone():
     assert most[-1] == 1
 
 
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda x: torch.eye(len(x)).to_sparse(),
+        lambda x: torch.nested.nested_tensor([x[:1], x], layout=torch.jagged),
+        lambda x: x.to(torch.float8_e4m3fn),
+        lambda x: torch.ones(1, 1).expand(2**20, 2**20),  # a mask, of four terabytes if copied
+    ],
+)
+def test_the_search_for_residuals_passes_over_what_is_no_sum(make: Any):
+    def passing(own: Any, x: Tensor) -> Tensor:
+        own.act(own.fixed, make(x))
+        return x + own.a(x)
+
+    block: Any = model(passing)[0]
+    block.act.forward = lambda x, _: x
+    mask = torch.arange(96)[:, None] > 90
+    with torch.no_grad():
+        found = passes.residuals_of(
+            block, {"a": block.a}, [("a",)], lambda: block(data()[0]), lambda x: x.masked_fill(mask, 0)
+        )
+    assert found == {"a": passes.TensorPlace("", False, 0)}
+
+
 @pytest.mark.parametrize("form", [HALF, sk.Float8(HALF)])
 def test_layers_on_one_input_whose_outputs_are_added_are_no_residuals_of_each_other(form: Any):
     def parallel(own: Any, x: Tensor) -> Tensor:
