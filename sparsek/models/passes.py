@@ -49,7 +49,7 @@ class Settings:
 class Passes:
     """A model with the configs of its layers, and the calibration in pieces, which may be None.
 
-    `numbers`: of which calibration batch each piece is.
+    `numbers`: of the calibration batch of each piece.
     """
 
     stacks: list[Stack]

@@ -457,7 +457,7 @@ def changed(leaf: Any) -> Any:
 
 class Stream:
     """The calibration batches, or pieces of them, on their way through one stack: for each block its arguments, dense
-    and pruned. `numbers`: of which calibration batch each is. `fullest`: with the most tokens that count.
+    and pruned. `numbers`: those of their calibration batches. `fullest`: with the most tokens that count.
     """
 
     def __init__(

@@ -39,7 +39,10 @@ from sparsek.products.ops.spmm import finished
 
 Side: TypeAlias = Literal["rows", "columns"]
 PARTS = "parts"  # a buffer
-SUMMING = ("_FromTorchTensorBackward", "RedistributeBackward")  # add up gradients of which ranks have parts
+SUMMING = (
+    "_FromTorchTensorBackward",
+    "RedistributeBackward",
+)  # add up gradients whose parts are on the ranks
 
 
 @dataclass(frozen=True)

@@ -77,10 +77,10 @@ class CopiedProducts(torch.autograd.Function):
 
 
 def _runs(node: Any) -> bool:
-    """Whether this backward pass goes on to a node: gradients may be asked of some tensors only."""
+    """Whether this backward pass goes on to a node: it may be for the gradients of some tensors only."""
     try:
         return torch._C._will_engine_execute_node(node)
-    except RuntimeError:  # of a leaf that torch.autograd.grad is asked for
+    except RuntimeError:  # of a leaf whose gradient torch.autograd.grad returns
         return True
 
 

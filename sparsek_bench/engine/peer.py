@@ -1,7 +1,7 @@
 """The protocol of a peer: something else that a user could run, measured in the same rounds as the kernels.
 
 A peer that cannot run gives its reasons. The result of a peer that computes the same passes the same gate as a
-kernel's, or it gets no time; a note says where it rounds a little more.
+kernel's, or it gets no time; a note is there where it rounds a little more.
 """
 
 import warnings
