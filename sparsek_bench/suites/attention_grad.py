@@ -192,7 +192,7 @@ BACKWARD_TABLE = replace(
         "time, except in rows that are not deterministic. FlashAttention-4 and cuDNN use atomics; FlashAttention-4, "
         "ordered, is a mode with the same bits every time."
     ),
-    beside=("fa4", "fa4_ordered", "cudnn_bsa", "cudnn_flex"),
+    beside=("fa4", "fa4_ordered", "cudnn_bsa"),
     kernels=("hopper.attention_bwd",),
 )
 TRAIN_TABLE = replace(

@@ -29,7 +29,7 @@ UNCOMPILED = ("InductorError", "No valid triton configs")
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.op} {case.name}")
 def test_a_peer_computes_every_set_within_the_budget(case: AttentionGradCase, name: str) -> None:
     device = torch.device("cuda", 0)
-    (peer,) = [peer for peer in GRAD_PEERS if peer.name == name]
+    peer: Any = next(each for each in GRAD_PEERS if each.name == name)
     if peer.why_not(case, device):
         pytest.skip("; ".join(peer.why_not(case, device)))
     sets = case.operands(device)[:2]

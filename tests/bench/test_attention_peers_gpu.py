@@ -24,7 +24,7 @@ CASES = [
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_a_peer_computes_every_set_within_the_budget(case: AttentionCase, name: str) -> None:
     device = torch.device("cuda", 0)
-    (peer,) = [peer for peer in PEERS if peer.name == name]
+    peer: Any = next(each for each in PEERS if each.name == name)
     if peer.why_not(case, device):
         pytest.skip("; ".join(peer.why_not(case, device)))
     sets = case.operands(device)[:2]
