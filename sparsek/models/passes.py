@@ -29,9 +29,7 @@ from sparsek.nn.experts import PackedLinear
 from sparsek.nn.replace import layer_of
 
 ELEMENTS = 2**28  # of the moments of packed experts that are held at a time
-PIECE = (
-    2**23
-)  # inputs, or outputs, of the widest layer in a piece of a calibration batch, unless one sequence has more
+PIECE = 2**23  # inputs, or outputs, of the widest layer in a piece of a batch, unless one sequence has more
 SAMPLED = 2**14  # elements of each tensor by which residuals are looked for
 
 
@@ -264,11 +262,12 @@ def pieces_of(batch: stream.Batch, most: int) -> list[stream.Batch]:
     """Sequences of a batch of token ids with `most` tokens each, or one: a device holds the activations of a piece.
 
     Tensors with a row for each sequence are cut; those of one row, or of one value for each position, all pieces get. A
-    batch with others, or without ids [sequences, tokens], stays whole, and so does one of as many tokens as sequences.
+    batch with others, or without input_ids [sequences, tokens] by this name, stays whole: the first dim of a tensor
+    without a name may be that of tokens. So does a batch of as many tokens as sequences.
     """
     (args, kwargs), whole = batch, [batch]
     leaves, given = [*args, *kwargs.values()], tensors_in(batch)
-    ids = kwargs.get("input_ids", args[0] if args else None)
+    ids = kwargs.get("input_ids")
     if not isinstance(ids, Tensor) or ids.ndim != 2 or ids.is_floating_point() or ids.is_complex():
         return whole
     count, tokens = ids.shape

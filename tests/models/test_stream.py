@@ -304,10 +304,10 @@ def test_what_is_cut_with_the_sequences_of_a_batch():
     assert first[1]["attention_mask"].shape == (2, 8)
     assert torch.equal(last[1]["labels"], torch.tensor([4]))
     assert all(last[1][name] is more[name] for name in ("position_ids", "bias", "flag"))
-    assert [len(args[0]) for args, _ in passes.pieces_of(((ids, mask), {}), 20)] == [2, 2, 1]
     square = torch.arange(64).view(8, 8)
     for args, kwargs in (
-        ((mask,), {}),  # features, not ids
+        ((ids, mask), {}),  # of sequences, or of tokens?
+        ((), {"input_ids": mask}),  # features, not ids
         ((), {"input_ids": ids, "other": torch.ones(3, 8)}),
         ((), {"input_ids": ids, "past": (torch.ones(5, 8),)}),
         ((), {"input_ids": square, "position_ids": torch.arange(8)}),  # of positions, or of sequences?
