@@ -87,7 +87,7 @@ class Block(nn.Module):
 
 
 class Llama(nn.Module):
-    """`forward(ids)` gives the logits of every token; `last`: of the last one. With `kept` keys of each block it is a
+    """`forward(input_ids)` gives the logits of every token; `last`: of the last one. With `kept` keys of each block it is a
     step of decoding: one token of each sequence.
     """
 
@@ -103,9 +103,9 @@ class Llama(nn.Module):
         self.register_buffer("cos", angles.cos().to(where.dtype))
         self.register_buffer("sin", angles.sin().to(where.dtype))
 
-    def forward(self, ids: Tensor, kept: list[KeyCache] | None = None, last: bool = False) -> Tensor:
-        at = slice(-1, None) if kept else slice(ids.shape[1])
-        x, turn = self.embedding(ids), (self.get_buffer("cos")[at], self.get_buffer("sin")[at])
+    def forward(self, input_ids: Tensor, kept: list[KeyCache] | None = None, last: bool = False) -> Tensor:
+        at = slice(-1, None) if kept else slice(input_ids.shape[1])
+        x, turn = self.embedding(input_ids), (self.get_buffer("cos")[at], self.get_buffer("sin")[at])
         for index, block in enumerate(self.blocks):
             x = block(x, turn, kept[index] if kept else None)
         return self.head(self.norm(x[:, -1:] if last else x))

@@ -304,6 +304,9 @@ def test_what_is_cut_with_the_sequences_of_a_batch():
     assert first[1]["attention_mask"].shape == (2, 8)
     assert torch.equal(last[1]["labels"], torch.tensor([4]))
     assert all(last[1][name] is more[name] for name in ("position_ids", "bias", "flag"))
+    by_place = passes.pieces_of(((ids,), {"attention_mask": mask}), 20, "input_ids")
+    assert [len(args[0]) for args, _ in by_place] == [2, 2, 1]
+    assert [len(kwargs["attention_mask"]) for _, kwargs in by_place] == [2, 2, 1]
     square = torch.arange(64).view(8, 8)
     for args, kwargs in (
         ((ids, mask), {}),  # of sequences, or of tokens?
@@ -313,7 +316,7 @@ def test_what_is_cut_with_the_sequences_of_a_batch():
         ((), {"input_ids": square, "position_ids": torch.arange(8)}),  # of positions, or of sequences?
         ((), {"input_ids": ids[:2]}),
     ):
-        (whole,) = passes.pieces_of((args, kwargs), 20)
+        (whole,) = passes.pieces_of((args, kwargs), 20, "x")
         assert whole == (args, kwargs)
 
 
