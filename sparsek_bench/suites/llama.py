@@ -87,8 +87,8 @@ class Block(nn.Module):
 
 
 class Llama(nn.Module):
-    """`forward(input_ids)` gives the logits of every token; `last`: of the last one. With `kept` keys of each block it is a
-    step of decoding: one token of each sequence.
+    """`forward(input_ids)` gives the logits of every token; `last`: of the last one. With `kept` keys of each block it
+    is a step of decoding: one token of each sequence.
     """
 
     def __init__(self, sizes: Sizes, length: int) -> None:

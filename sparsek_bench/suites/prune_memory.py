@@ -99,10 +99,10 @@ class PruneMemoryCase(Case):
             before = reset_host_peak()
             model = llama(sizes, self.tokens, self.drawn, torch.device("meta"))
             model.load_state_dict(read_tensors(path), assign=True)  # not mapped, as by `sparsek prune`
-            layers = [each for each in model.blocks.modules() if isinstance(each, nn.Linear)]
-            whole = {
+            weights = (each.weight for each in model.blocks.modules() if isinstance(each, nn.Linear))
+            whole = {  # that of no layer is kept here, so pruned ones can leave the device
                 "block_gb": sum(each.numel() * each.element_size() for each in model.blocks[0].parameters()),
-                "layer_gb": max(each.weight.numel() * each.weight.element_size() for each in layers),
+                "layer_gb": max(each.numel() * each.element_size() for each in weights),
                 "batch_gb": ids[0].numel() * self.width * self.drawn.itemsize,
                 "checkpoint_gb": path.stat().st_size,
                 "forward_gb": self.forward_bytes(model.blocks[0], device),
