@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from time import perf_counter
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -37,7 +37,7 @@ from sparsek_bench.suites.mlp import MODES
 from sparsek_bench.suites.models import ModelCase, loss_of
 
 MODULE = "distributed.styles"
-WAYS = ("graph-whole", "graph-sequence")  # modes of a prefill
+SEQUENCE = "graph-sequence"  # a mode of a prefill
 SECONDS = 200.0  # of a row, until all its ranks are ended
 
 
@@ -46,16 +46,15 @@ class MeshModelCase(ModelCase):
     """A model of Llama's shapes with sparse MLPs, split over `ranks` GPUs: MLPs by GatedSparse, attention by heads.
 
     "prefill" and "train" as of `ModelCase`, in wall time until all ranks are done. Embedding, norms and head are on
-    every rank. In mode "graph" a call is a CUDA graph, of one GPU too, and a prefill over ranks adds up one half of the
-    tokens while the other is computed; on a CPU it is eager. In "graph-whole" all tokens are added up after a product,
-    in "graph-sequence" each rank has the sums of its own tokens (sequence parallel). `host_ms`, `one_host_ms`:
-    milliseconds until a call over ranks, and on one GPU, has queued its work.
+    every rank. In mode "graph" a call is a CUDA graph, of one GPU too; on a CPU it is eager. In "graph-sequence" each
+    rank has the sums of its own tokens (sequence parallel). `host_ms`, `one_host_ms`: milliseconds until a call over
+    ranks, and on one GPU, has queued its work.
     """
 
     op: ClassVar[str] = "mesh_model"
     extra: ClassVar[tuple[str, ...]] = ("host_ms", "one_host_ms")
 
-    mode: str = options.choice("How it is run", (*MODES, "graph", *WAYS), usual="eager")
+    mode: str = options.choice("How it is run", (*MODES, "graph", SEQUENCE), usual="eager")
     ranks: int = options.size("Ranks", "2", usual=2)
 
     def check(self) -> None:
@@ -64,9 +63,9 @@ class MeshModelCase(ModelCase):
             raise InvalidInput(
                 "tensor parallel is measured in prefill and training, of heads that ranks divide"
             )
-        if self.mode in WAYS and self.work != "prefill":
+        if self.mode == SEQUENCE and self.work != "prefill":
             raise InvalidInput(f"{self.mode} is a mode of prefill")
-        if self.mode == "graph-sequence" and (self.sequences > 1 or self.tokens % self.ranks):
+        if self.mode == SEQUENCE and (self.sequences > 1 or self.tokens % self.ranks):
             raise InvalidInput("sequence parallel is measured on one sequence, of tokens that ranks divide")
 
     @property
@@ -121,47 +120,6 @@ class SplitAttention(nn.Module):
         return added(whole(copied(x, self.group), turn, kept), self.group)
 
 
-class Pending(NamedTuple):
-    """Tokens x to which y is added once the ranks' parts of y have been: by `work`."""
-
-    x: Tensor
-    y: Tensor
-    work: Any
-
-    @classmethod
-    def of(cls, x: Tensor, y: Tensor, group: Any) -> Pending:
-        return cls(x, y, dist.all_reduce(y, group=group, async_op=True))
-
-    def ready(self) -> Tensor:
-        self.work.wait()
-        return self.x + self.y
-
-
-class HalvesBlock(nn.Module):
-    """A block of inference over ranks, of two halves of the tokens: what one needs of all ranks is added up while the
-    other is computed. Between blocks halves are pending.
-    """
-
-    def __init__(self, block: Any, mesh: DeviceMesh, last: bool) -> None:
-        super().__init__()
-        self.block, self.group, self.last = block, mesh.get_group(), last
-
-    def forward(self, given: Any, turn: tuple[Tensor, Tensor], kept: KeyCache | None) -> Any:
-        block: Any = self.block
-        attention, rows, projected = block.attention.whole, [], []
-        for each in given.chunk(2, 1) if isinstance(given, Tensor) else given:
-            rows.append(each if isinstance(each, Tensor) else each.ready())
-            x = block.before(rows[-1])
-            projected.append([layer(x) for layer in (attention.q, attention.k, attention.v)])
-        whole = (torch.cat(each, 1) for each in zip(*projected, strict=True))
-        parts = attention.attended(*whole, turn, kept).split([x.shape[1] for x in rows], 1)
-        pending = [Pending.of(x, attention.o(y), self.group) for x, y in zip(rows, parts, strict=True)]
-        for at, each in enumerate(pending):
-            x = each.ready()
-            pending[at] = Pending.of(x, block.mlp(block.between(x)), self.group)
-        return torch.cat([each.ready() for each in pending], 1) if self.last else pending
-
-
 class SequenceBlock(nn.Module):
     """A block of inference over ranks, in sequence parallel: between products each rank has rows of its own tokens."""
 
@@ -185,9 +143,6 @@ class SequenceBlock(nn.Module):
         )
 
 
-INFERENCE: dict[str, Any] = {"graph": HalvesBlock, "graph-sequence": SequenceBlock}
-
-
 def sparse_model(case: MeshModelCase, device: torch.device) -> Llama:
     """The same on every rank."""
     sizes = case.layers, case.width, case.hidden, case.heads, case.kv_heads, case.vocabulary
@@ -196,17 +151,17 @@ def sparse_model(case: MeshModelCase, device: torch.device) -> Llama:
     return model
 
 
-def split_model(model: Llama, device: torch.device, kind: Any = None) -> Llama:
-    """The same model with this rank's part of it. `kind`: that of blocks that add up themselves, in inference."""
+def split_model(model: Llama, device: torch.device, sequence: bool = False) -> Llama:
+    """The same model with this rank's part of it. `sequence`: in sequence parallel, for inference."""
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     blocks: Any = model.blocks
     group = mesh.get_group()
     for at, block in enumerate([*blocks]):
-        style = sk.distributed.GatedSparse(output_layouts=Partial() if kind else None)
+        style = sk.distributed.GatedSparse(output_layouts=Partial() if sequence else None)
         parallelize_module(block, mesh, {"mlp": style})
         block.attention = SplitAttention(block.attention, group)
-        if kind is not None:
-            blocks[at] = kind(block, mesh, at == len(blocks) - 1)
+        if sequence:
+            blocks[at] = SequenceBlock(block, mesh, at == len(blocks) - 1)
     return model
 
 
@@ -259,8 +214,7 @@ def model_rows(tell: Tell, device: torch.device, case: MeshModelCase, rounds: in
     rank, ids = dist.get_rank(), case.drawn_ids(device)
     tell("models")
     whole = sparse_model(case, device)
-    kind = INFERENCE.get(case.mode) if case.work == "prefill" else None
-    split = split_model(copy.deepcopy(whole), device, kind)
+    split = split_model(copy.deepcopy(whole), device, case.mode == SEQUENCE)
     compute = partial(case.gradient if case.work == "train" else case.result, ids=ids)
     tell("gate")
     found, gate = compute(split), None
@@ -304,7 +258,7 @@ MODELS: dict[Any, Any] = {
     MeshModelCase("train"): (Bar(ONE, 1.65, 1.9),),
     MeshModelCase("prefill", mode="compiled"): (Bar(ONE, 1.7, 1.9),),
     MeshModelCase("train", mode="compiled"): (Bar(ONE, 1.65, 1.9),),
-    **{MeshModelCase("prefill", mode=each): (Bar(ONE, 1.7, 1.9),) for each in ("graph", *WAYS)},
+    **{MeshModelCase("prefill", mode=each): (Bar(ONE, 1.7, 1.9),) for each in ("graph", SEQUENCE)},
     MeshModelCase("train", mode="graph"): (Bar(ONE, 1.65, 1.9),),
 }
 WIDER_MODELS = tuple(  # on more GPUs of one host
@@ -330,9 +284,8 @@ MODEL_TABLE = Table(
     note=(
         "Wall time until all ranks are done, over the same model with sparse MLPs on one GPU, in the same rounds. MLPs "
         "are split by `GatedSparse`, attention by heads; embedding, norms and head are on every rank. Of the host: "
-        "milliseconds until a call has queued its work; where they are the time, the GPUs wait. In a CUDA graph a "
-        "prefill over ranks adds up a half of the tokens while the other is computed, or, where named so, all of them "
-        "after a product, or by sequence parallel."
+        "milliseconds until a call has queued its work; where they are the time, the GPUs wait. In a CUDA graph, "
+        "graph-sequence: in sequence parallel."
     ),
     usual=("8 layers of 4096 and 14336", "block 128 25 % bf16", "2 ranks"),
     ratios=False,
