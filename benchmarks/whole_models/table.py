@@ -50,9 +50,13 @@ def cell(record: Record | None) -> str:
     if record["stage"] == "speed":
         found = record["graph_ms"] or record["eager_ms"]
         return f"{found['dense'] / found['pruned']:.2f}x{'' if record['graph_ms'] else ' eager'}"
-    more = f" ({record['spearman']:.2f})" if "spearman" in record else f" ({record['perplexity']:.1f})"
+    if "spearman" in record:
+        more = f"{record['spearman']:.2f}"
+    else:  # of a model whose training is not that of all cells
+        dense = f" of {record['perplexity'] / record['over_dense']:.1f}" if minutes(record) else ""
+        more = f"{record['perplexity']:.1f}{dense}"
     time = f", {minutes(record):g} min" if minutes(record) else ""
-    return f"{quality(record):.2f}{more}{time}"
+    return f"{quality(record):.2f} ({more}){time}"
 
 
 def tables(records: Sequence[Record]) -> str:
