@@ -63,8 +63,10 @@ class Passes:
         self.model, self.configs, self.settings = model, configs, settings
         self.folder, self.store = folder, ActivationStore(folder)
         widest = max((max(parts_of(self._layer(name))[0][0].shape) for name in configs), default=1)
-        first = next(iter(inspect.signature(model.forward).parameters), "")
-        cut = None if batches is None else [pieces_of(each, PIECE // widest, first) for each in batches]
+        cut = None
+        if batches is not None:
+            ids = [stream.named(model, each).get("input_ids") for each in batches]
+            cut = [pieces_of(*each, PIECE // widest) for each in zip(batches, ids, strict=True)]
         self.batches = None if cut is None else [piece for pieces in cut for piece in pieces]
         self.numbers = [at for at, pieces in enumerate(cut or ()) for _ in pieces]
 
@@ -259,22 +261,20 @@ class Passes:
         return layer_of(self.model, name)
 
 
-def pieces_of(batch: stream.Batch, most: int, first: str = "") -> list[stream.Batch]:
+def pieces_of(batch: stream.Batch, ids: Any, most: int) -> list[stream.Batch]:
     """Sequences of a batch of token ids with `most` tokens each, or one: a device holds the activations of a piece.
 
     Tensors with a row for each sequence are cut; those of one row, or of one value for each position, all pieces get. A
-    batch with others, or without input_ids [sequences, tokens] by this name, stays whole: the first dim of a tensor
-    without a name may be that of tokens. So does a batch of as many tokens as sequences. `first`: the name that the
-    model has for its first argument.
+    batch with others, with lists or objects, or without ids [sequences, tokens], stays whole: the first dim of a tensor
+    without a name may be that of tokens. So does a batch of as many tokens as sequences. `ids`: its input_ids.
     """
     (args, kwargs), whole = batch, [batch]
     leaves, given = [*args, *kwargs.values()], tensors_in(batch)
-    ids = args[0] if args and first == "input_ids" else kwargs.get("input_ids")
     if not isinstance(ids, Tensor) or ids.ndim != 2 or ids.is_floating_point() or ids.is_complex():
         return whole
     count, tokens = ids.shape
     each = max(1, most // max(1, tokens))
-    if count <= each or len(given) != sum(isinstance(leaf, Tensor) for leaf in leaves):
+    if count <= each or not all(isinstance(leaf, (Tensor, *stream.PLAIN)) for leaf in leaves):
         return whole
     shared = {id(x) for x in given if x.ndim == 0 or len(x) == 1 or (x.ndim == 1 and len(x) == tokens)}
     if any((id(x) not in shared and len(x) != count) or (x.ndim > 1 and x.shape[1] == count) for x in given):

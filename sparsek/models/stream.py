@@ -6,6 +6,7 @@ Only tensors that one block returns and the next one receives, by identity, flow
 
 from __future__ import annotations
 
+import inspect
 import json
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
@@ -280,7 +281,7 @@ def batches_of(calibration: Any, name: str = "calibration batch {}") -> list[Bat
 def has_tokens(model: nn.Module, batch: Batch) -> bool:
     """Whether any token of a batch counts."""
     sizes = [each.numel() for each in tensors_in(batch) if each.ndim]
-    masks = padding_of(batch, decodes(model))
+    masks = padding_of(model, batch)
     return any(sizes or [1]) and (not masks or any(bool(each.any()) for each in masks))
 
 
@@ -310,16 +311,26 @@ def decodes(model: nn.Module) -> bool:
     return bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
 
 
-def padding_of(batch: Batch, has_decoder: bool) -> list[Tensor]:
+def named(model: nn.Module, batch: Batch) -> dict[str, Any]:
+    """The arguments of a batch by name: those given by place, too, as far as the model's forward has names for them."""
+    args, kwargs = batch
+    kinds = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
+    parameters = inspect.signature(model.forward).parameters.items()
+    names = [name for name, each in parameters if each.kind in kinds]
+    return {**dict(zip(names, args, strict=False)), **kwargs}
+
+
+def padding_of(model: nn.Module, batch: Batch) -> list[Tensor]:
     """Which tokens of a batch count: its attention_mask [B, T], and of an encoder-decoder that of the decoder too.
 
     Without a decoder_attention_mask these are the labels that are not IGNORED.
     """
-    masks = [batch[1].get("attention_mask")]
-    if has_decoder:
-        labels = batch[1].get("labels")
+    given = named(model, batch)
+    masks = [given.get("attention_mask")]
+    if decodes(model):
+        labels = given.get("labels")
         words = labels != IGNORED if isinstance(labels, Tensor) else None
-        masks.append(batch[1].get("decoder_attention_mask", words))
+        masks.append(given.get("decoder_attention_mask", words))
     return [each for each in masks if isinstance(each, Tensor) and each.ndim == 2]
 
 
@@ -473,7 +484,7 @@ class Stream:
         self.batches, self.numbers = batches, numbers
         self.recorded = {DENSE: DENSE, PRUNED: DENSE}  # whose arguments a side takes
         self.records = self._record(model, DENSE)
-        self.padding = [padding_of(batch, decodes(model)) for batch in batches]
+        self.padding = [padding_of(model, batch) for batch in batches]
         self.fullest = max(
             range(len(batches)),
             key=lambda at: (

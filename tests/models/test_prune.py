@@ -208,9 +208,11 @@ def test_padding_counts_for_nothing():
     odd = batches()
     for each in odd:
         each["ids"] = each["ids"].masked_fill(each["attention_mask"] == 0, 7)
-    rows = [sk.prune(Model(), HALF, calibration=data).replaced for data in (batches(), odd)]
-    for a, b in zip(*rows, strict=True):
+    by_place = [tuple(each[name] for name in ("ids", "attention_mask")) for each in odd]
+    rows = [sk.prune(Model(), HALF, calibration=data).replaced for data in (batches(), odd, by_place)]
+    for a, b, c in zip(*rows, strict=True):
         assert a.error_after == pytest.approx(b.error_after, rel=1e-4)
+        assert b.error_after == c.error_after
 
 
 def test_without_calibration_magnitude_alone_works():

@@ -298,13 +298,15 @@ def test_what_is_cut_with_the_sequences_of_a_batch():
         "bias": torch.ones(1, 2, 8, 8),
         "flag": True,
     }
-    first, *_, last = pieces = passes.pieces_of(((), {"input_ids": ids, "attention_mask": mask, **more}), 20)
+    first, *_, last = pieces = passes.pieces_of(
+        ((), {"input_ids": ids, "attention_mask": mask, **more}), ids, 20
+    )
     assert [len(each["input_ids"]) for _, each in pieces] == [2, 2, 1]
     assert torch.equal(torch.cat([each["input_ids"] for _, each in pieces]), ids)
     assert first[1]["attention_mask"].shape == (2, 8)
     assert torch.equal(last[1]["labels"], torch.tensor([4]))
     assert all(last[1][name] is more[name] for name in ("position_ids", "bias", "flag"))
-    by_place = passes.pieces_of(((ids,), {"attention_mask": mask}), 20, "input_ids")
+    by_place = passes.pieces_of(((ids,), {"attention_mask": mask}), ids, 20)
     assert [len(args[0]) for args, _ in by_place] == [2, 2, 1]
     assert [len(kwargs["attention_mask"]) for _, kwargs in by_place] == [2, 2, 1]
     square = torch.arange(64).view(8, 8)
@@ -313,10 +315,11 @@ def test_what_is_cut_with_the_sequences_of_a_batch():
         ((), {"input_ids": mask}),  # features, not ids
         ((), {"input_ids": ids, "other": torch.ones(3, 8)}),
         ((), {"input_ids": ids, "past": (torch.ones(5, 8),)}),
+        ((), {"input_ids": ids, "lengths": [8, 7, 6, 5, 4]}),
         ((), {"input_ids": square, "position_ids": torch.arange(8)}),  # of positions, or of sequences?
         ((), {"input_ids": ids[:2]}),
     ):
-        (whole,) = passes.pieces_of((args, kwargs), 20, "x")
+        (whole,) = passes.pieces_of((args, kwargs), kwargs.get("input_ids"), 20)
         assert whole == (args, kwargs)
 
 
