@@ -37,7 +37,7 @@ def checked_rule(rule: Any, q: Tensor, k: Tensor, plan: MeshPlan) -> str:
     if batch not in (1, q.shape[0]) or heads not in (1, k.shape[1], q.shape[1]) or queries != q.shape[2]:
         raise InvalidInput(
             f"indices is {list(rule.indices.shape)}; this rank's q {list(q.shape)} and k {list(k.shape)} need lists of "
-            f"1 or {q.shape[0]} batch items, 1, {k.shape[1]} or {q.shape[1]} heads, and {queries} queries: those of "
+            f"1 or {q.shape[0]} batch items, 1, {k.shape[1]} or {q.shape[1]} heads, and {q.shape[2]} queries: those of "
             "sk.distributed.shard_sequence(indices, plan)"
         )
     if rule.device != q.device:

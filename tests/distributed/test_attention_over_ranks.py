@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import importlib.util
 import math
+import re
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -398,7 +399,7 @@ ON_ALL = {  # what every rank hears, and what the odd one
     "both plan and mesh": "pass one of a plan as mask",
     "flag": "check is 1",
     "other mask": "rank 2 has 128 queries and 128 keys",
-    "lists": "sk.distributed.shard_sequence(indices, plan)",
+    "lists": "queries: those of sk.distributed.shard_sequence(indices, plan)",
     "rule by gather": 'plan with how="heads"',
     "rule of split groups": "take at most 2 ranks for heads",
     "slopes by gather": 'plan with how="heads"',
@@ -437,6 +438,14 @@ def test_if_one_rank_refuses_all_do(name: str, found: list[dict[Any, Any]]) -> N
         kind, text = each["faults"][name]
         assert kind == "InvalidInput"
         assert ON_ALL[name] in text
+
+
+def test_lists_of_other_queries_hear_how_many_their_rank_has(found: list[dict[Any, Any]]) -> None:
+    for each in found:
+        _, text = each["faults"]["lists"]
+        mine = re.search(r"this rank's q \[2, 4, (\d+), 8\]", text)
+        assert mine is not None
+        assert f"and {mine[1]} queries" in text
 
 
 def test_errors_that_are_not_ours_are_mesh_errors_elsewhere(found: list[dict[Any, Any]]) -> None:
