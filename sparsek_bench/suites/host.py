@@ -336,9 +336,9 @@ TABLE = Table(
     note=(
         "Wall time of cached eager calls: how long one call keeps the host busy, or, for `layer`, one of twenty calls "
         "until the GPU is idle. torch runs the dense counterpart with the same bias and activation, FP8 rows in bf16, "
-        "in the same rounds. A first call is the first of a new process, after the import, from an idle GPU to an idle "
-        "GPU; empty caches hold no compiled kernel of Triton or SparseK. A target limits the time over torch's, or "
-        "seconds."
+        "in the same rounds. In rows of first calls: the first of a new process, after the import, from an idle GPU to "
+        "an idle GPU; empty caches hold no compiled kernel of Triton or SparseK. A target limits the time over "
+        "torch's, or seconds."
     ),
     ratios=False,
 )
