@@ -39,10 +39,7 @@ from sparsek.products.ops.spmm import finished
 
 Side: TypeAlias = Literal["rows", "columns"]
 PARTS = "parts"  # a buffer
-SUMMING = (
-    "_FromTorchTensorBackward",
-    "RedistributeBackward",
-)  # add up gradients whose parts are on the ranks
+SUMMING = ("_FromTorchTensorBackward", "RedistributeBackward")  # add up gradients over the ranks
 
 
 @dataclass(frozen=True)
