@@ -284,8 +284,8 @@ MODEL_TABLE = Table(
     note=(
         "Wall time until all ranks are done, over the same model with sparse MLPs on one GPU, in the same rounds. MLPs "
         "are split by `GatedSparse`, attention by heads; embedding, norms and head are on every rank. Of the host: "
-        "milliseconds until a call has queued its work; where they are the time, the GPUs wait. In a CUDA graph, "
-        "graph-sequence: in sequence parallel."
+        "milliseconds until a call has queued its work; where they are the time, the GPUs wait. graph: one CUDA graph; "
+        "graph-sequence: one in sequence parallel."
     ),
     usual=("8 layers of 4096 and 14336", "block 128 25 % bf16", "2 ranks"),
     ratios=False,
