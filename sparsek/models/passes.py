@@ -65,8 +65,8 @@ class Passes:
         widest = max((max(parts_of(self._layer(name))[0][0].shape) for name in configs), default=1)
         cut = None
         if batches is not None:
-            ids = [stream.named(model, each).get("input_ids") for each in batches]
-            cut = [pieces_of(*each, PIECE // widest) for each in zip(batches, ids, strict=True)]
+            most = PIECE // widest
+            cut = [pieces_of(each, stream.named(model, each).get("input_ids"), most) for each in batches]
         self.batches = None if cut is None else [piece for pieces in cut for piece in pieces]
         self.numbers = [at for at, pieces in enumerate(cut or ()) for _ in pieces]
 
