@@ -39,7 +39,8 @@ class Front(NamedTuple):
 
 
 ATTENTION = (1, 16, 16, 32768, 32768, 128, 128)
-SPARSE, ATTENTIVE = ("torch_sparse", "cusparse"), ("fa4", "flex", "cudnn", "cudnn_bsa", "cudnn_flex")
+SPARSE = ("torch_sparse", "cusparse")
+ATTENTIVE = ("fa4", "flex", "cudnn", "cudnn_bsa", "cudnn_flex", "fa3", "fa3_vllm", "flashinfer")
 FRONT = (
     *(
         Front("A @ B,", SpmmCase(8192, 8192, 8192, (block, block), share), SPARSE)

@@ -5,6 +5,7 @@ backward pass alone; of a training step both are timed. Its dq, dk and dv pass t
 """
 
 import importlib
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -36,6 +37,8 @@ LOW = ("bf16", "fp16")
 LONGEST_DENSE_STEP = 2**16
 # Heads of keys and of values that cuDNN's block-sparse attention takes.
 CUDNN_DIMS = ((64, 64), (96, 96), (128, 128))
+# Blocks of FlashInfer's block-sparse attention on Hopper.
+FLASHINFER_BLOCK = 64
 # What a case measures.
 LOOSE = 1.25  # times the budget: the error of a peer that rounds more than this library
 FORWARD, BACKWARD, STEP = ("forward",), ("backward",), ("forward", "backward")
@@ -430,12 +433,118 @@ def ends_of(mask: BlockMask) -> Tensor:
     return whole if bool((whole[:, 1] < whole[:, 2]).any()) else whole[:, :1].contiguous()
 
 
+@dataclass(frozen=True)
+class Flash3(AttentionPeer):
+    """FlashAttention-3 on [B, S, H, D] by the package fa3-fwd: the forward pass in bf16, without windows."""
+
+    def why_not(self, case: Any, device: torch.device) -> list[str]:
+        reasons = {
+            "its package has no backward pass": case.passes != FORWARD,
+            f"its package is built for bf16, not {case.dtype}": case.dtype != "bf16",
+            f"takes dense and causal masks, not {case.mask_text.words}": case.mask not in DENSE_MASKS,
+        }
+        return super().why_not(case, device) + holding(reasons)
+
+    def laid(self, x: Tensor) -> Tensor:
+        return x.transpose(1, 2)
+
+    def attend(self, case: Any, one: Any) -> Any:
+        return partial(imported("fa3_fwd_interface").flash_attn_func, causal=case.mask_text.causal)
+
+
+@dataclass(frozen=True)
+class Flash3Windows(AttentionPeer):
+    """FlashAttention-3 as vLLM builds it, for what fa3-fwd leaves out: windows, and fp16. One sequence [S, H, D]."""
+
+    def why_not(self, case: Any, device: torch.device) -> list[str]:
+        dense, words = case.mask in DENSE_MASKS, case.mask_text.words
+        reasons = {
+            "its package has no backward pass": case.passes != FORWARD,
+            f"takes {' and '.join(LOW)}, not {case.dtype}": case.dtype not in LOW,
+            f"takes dense and causal masks and windows, not {words}": not dense
+            and not re.fullmatch(r"window:\d+", case.mask),
+            "is the same kernel as FlashAttention-3's": dense and case.dtype == "bf16",
+            "takes one batch item": case.batch != 1,
+        }
+        return super().why_not(case, device) + holding(reasons)
+
+    def laid(self, x: Tensor) -> Tensor:
+        return x.transpose(1, 2)
+
+    def attend(self, case: Any, one: Any) -> Attend:
+        sides = {"q": case.q_len, "k": case.kv_len}
+        ends = {f"cu_seqlens_{x}": one.q.new_tensor([0, n], dtype=torch.int32) for x, n in sides.items()}
+        call = partial(
+            imported("vllm.vllm_flash_attn").flash_attn_varlen_func,
+            **ends,
+            **{f"max_seqlen_{x}": n for x, n in sides.items()},
+            causal=case.mask_text.causal,
+            window_size=next(([int(n) - 1, 0] for n in case.mask_text.numbers), None),
+            fa_version=3,
+        )
+        return lambda q, k, v: call(q[0], k[0], v[0])[None]
+
+
+@dataclass(frozen=True)
+class FlashInferBlocks(AttentionPeer):
+    """FlashInfer's block-sparse attention on Hopper (backend "cake"), with its plan made before: the forward pass."""
+
+    def why_not(self, case: Any, device: torch.device) -> list[str]:
+        return super().why_not(case, device) + flashinfer_limits(case)
+
+    def attend(self, case: Any, one: Any) -> Attend:
+        plan = flashinfer_plan(one)
+        return lambda q, k, v: plan.run(q[0], k[0], v[0])[None]
+
+
+def flashinfer_limits(case: Any) -> list[str]:
+    """Why FlashInfer's block-sparse attention on Hopper cannot run a case, its dtype aside. It refuses rows of more
+    than 64 of its blocks when it plans.
+    """
+    dims, sides = (case.dim, case.v_dim), (case.q_len, case.kv_len)
+    reasons = {
+        "has no backward pass": case.passes != FORWARD,
+        f"takes lists of whole blocks, not {case.mask_text.words}": not case.mask_text.uniform,
+        f"takes heads of 128, not {case.dim} and {case.v_dim}": dims != (128, 128),
+        f"results are bf16, not {case.dtype}": case.dtype != "bf16",
+        "takes one batch item": case.batch != 1,
+        "its lists are of the heads of keys": case.heads != case.kv_heads,
+        f"takes lengths of whole blocks of {FLASHINFER_BLOCK}": any(x % FLASHINFER_BLOCK for x in sides),
+    }
+    return holding(reasons)
+
+
+def flashinfer_plan(one: Any, **more: Any) -> Any:
+    """Its plan of the mask of a set, with q_data_type and scales if q, k and v are in FP8."""
+    module, kept = imported("flashinfer.cake_vsa_sm90"), in_blocks_of(one, FLASHINFER_BLOCK)
+    heads, *grid = kept.shape
+    sizes = (torch.full((heads, n), FLASHINFER_BLOCK, dtype=torch.int32, device=kept.device) for n in grid)
+    return module.create_plan(one.q.device, kept, *sizes, heads, heads, one.q.shape[-1], **more)
+
+
+def in_blocks_of(one: Any, side: int) -> Tensor:
+    """bool [H, rows, columns]: the blocks of `side` that a mask keeps. Raises UnavailableError for partial ones."""
+    if one.mask.partial_blocks:
+        raise UnavailableError("takes whole blocks")
+    lists, (rows, columns) = one.mask.to_fa4(), one.mask.grid
+    count, index = lists.full_block_cnt[0], lists.full_block_idx[0].long()
+    listed = torch.arange(index.shape[-1], device=index.device) < count[..., None]
+    kept = torch.zeros(len(count), rows, columns + 1, dtype=torch.bool, device=index.device)
+    kept = kept.scatter_(-1, index.where(listed, columns), True)[..., :columns]
+    for dim, block in zip((1, 2), one.mask.block, strict=True):
+        kept = kept.repeat_interleave(block // side, dim)
+    return kept.expand(one.q.shape[1], -1, -1).contiguous()
+
+
 PEERS: tuple[Peer, ...] = (
     DenseAttention("cudnn", "cuDNN dense", "cuda", "CUDNN_ATTENTION"),
     Flash4("fa4", "FlashAttention-4", "cuda"),
     Flex("flex", "FlexAttention", "cuda"),
     CudnnBlocks("cudnn_bsa", "cuDNN block-sparse", "cuda"),
     CudnnFlex("cudnn_flex", "cuDNN FlexAttention", "cuda"),
+    Flash3("fa3", "FlashAttention-3", "cuda"),
+    Flash3Windows("fa3_vllm", "FlashAttention-3 of vLLM", "cuda"),
+    FlashInferBlocks("flashinfer", "FlashInfer block-sparse", "cuda"),
     DenseAttention("sdpa", "torch dense", "cpu"),
 )
 GRAD_PEERS: tuple[Peer, ...] = (

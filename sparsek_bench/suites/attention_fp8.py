@@ -18,6 +18,7 @@ from sparsek_bench.engine.case import Bar, Case, SuiteRow, rows
 from sparsek_bench.engine.data import Draw
 from sparsek_bench.engine.peer import Own
 from sparsek_bench.engine.tables import CASE, MS, RATE, SPEEDUP, target
+from sparsek_bench.peers.attention_fp8 import FP8_PEERS
 from sparsek_bench.suites.attention import EIGHTH, PEERS, SMALL, TABLE, AttentionCase, AttentionOperands
 
 
@@ -99,6 +100,7 @@ BENCH = Bench(
     peers=(
         Own("bf16", "this library in bf16", other=_wider),
         *(each for each in PEERS if each.name in ("cudnn", "sdpa")),
+        *FP8_PEERS,
     ),
     tables=(FP8_TABLE,),
     small=SMALL,

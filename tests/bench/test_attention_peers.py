@@ -45,6 +45,7 @@ LARGE, LARGE_BACKWARD = (
 LONG = AttentionTrainCase(1, 8, 8, 65536, 65536, 128, 128, "window:4096")
 BY_LISTS = ["cudnn", "fa4", "flex", "cudnn_bsa"]
 BY_RULE = ["cudnn", "fa4", "flex", "cudnn_flex"]
+ONLY_FORWARD = ["fa3", "fa3_vllm", "flashinfer"]
 EACH = pytest.mark.parametrize("case", CASES, ids=["forward", "backward", "step"])
 
 
@@ -66,23 +67,29 @@ def able(case: AttentionCase) -> list[str]:
 def test_each_device_has_its_peers() -> None:
     for table, more in ((PEERS, []), (GRAD_PEERS, ["fa4_ordered"])):
         assert [each.name for each in peers_named(table, None, CPU)] == ["sdpa"]
-        assert [each.name for each in peers_named(table, None, CUDA)] == [*BY_LISTS, "cudnn_flex", *more]
+        assert [each.name for each in peers_named(table, None, CUDA)] == [
+            *BY_LISTS,
+            "cudnn_flex",
+            *ONLY_FORWARD,
+            *more,
+        ]
 
 
 @pytest.mark.parametrize(
     ("mask", "names"),
     [
-        ("blocks:0.125", BY_LISTS),
-        ("topk:8", BY_LISTS),
-        ("full", BY_RULE),
-        ("causal", BY_RULE),
-        ("window:2048", BY_RULE),
+        ("blocks:0.125", [*BY_LISTS, "flashinfer"]),
+        ("topk:8", [*BY_LISTS, "flashinfer"]),
+        ("full", [*BY_RULE, "fa3"]),
+        ("causal", [*BY_RULE, "fa3"]),
+        ("window:2048", [*BY_RULE, "fa3_vllm"]),
         ("window:2048+sinks:128", ["cudnn", "flex", "cudnn_flex"]),
         ("bigbird:256:640:3", ["cudnn", "fa4", "flex"]),
     ],
 )
 def test_which_peers_take_which_masks(mask: str, names: list[str]) -> None:
     assert able(replace(LARGE, mask=mask)) == names
+    names = [name for name in names if name not in ONLY_FORWARD]
     case = replace(LARGE_BACKWARD, mask=mask)
     ordered = "fa4" in names and not mask.startswith(("blocks", "topk", "bigbird"))  # not by lists
     assert able(case) == [*names, *(["fa4_ordered"] if ordered else [])]
