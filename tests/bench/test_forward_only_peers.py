@@ -42,6 +42,7 @@ def relative(x: Tensor, right: Tensor) -> float:
         ("fa3", {"mask": "causal", "dtype": "fp16"}, "bf16, not fp16"),
         ("fa3_vllm", {"mask": "causal"}, "the same kernel as FlashAttention-3's"),
         ("fa3_vllm", {"mask": "window:64+sinks:8"}, "and windows, not window 64"),
+        ("fa3_vllm", {"mask": "window:300"}, "later keys in windows over 256 that are no multiple of 128"),
         ("fa3_vllm", {"mask": "window:64", "batch": 2}, "one batch item"),
         ("fa3_vllm", {"mask": "window:64", "dtype": "fp32"}, "bf16 and fp16, not fp32"),
         ("flashinfer", {"mask": "causal"}, "lists of whole blocks, not causal"),
@@ -64,6 +65,12 @@ def relative(x: Tensor, right: Tensor) -> float:
 def test_a_peer_that_cannot_run_says_why(name: str, changes: Any, said: str) -> None:
     case = replace(FP8 if "fp8" in name else RANDOM, **changes)
     assert said in "; ".join(peer(name).why_not(case, CUDA))
+
+
+@pytest.mark.parametrize("keys", [200, 256, 384, 2048])
+def test_windows_that_the_kernel_of_vllm_masks_right_are_taken(keys: int) -> None:
+    case = replace(RANDOM, mask=f"window:{keys}")
+    assert "later keys" not in "; ".join(peer("fa3_vllm").why_not(case, CUDA))
 
 
 def test_every_published_row_in_fp8_has_its_peers() -> None:

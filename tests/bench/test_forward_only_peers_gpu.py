@@ -15,7 +15,7 @@ SIZE = (1, 16, 16, 4096, 4096, 128, 128)
 CASES = [
     *(("fa3", AttentionCase(*SIZE, mask)) for mask in ("full", "causal")),
     ("fa3", AttentionCase(2, 8, 2, 1000, 1500, 64, 64, "causal")),
-    ("fa3_vllm", AttentionCase(*SIZE, "window:300")),
+    *(("fa3_vllm", AttentionCase(*SIZE, f"window:{keys}")) for keys in (200, 384)),
     ("fa3_vllm", AttentionCase(1, 8, 2, 1000, 1500, 64, 64, "causal", dtype="fp16")),
     *(("fa3_fp8", AttentionFp8Case(*SIZE, mask)) for mask in ("full", "causal")),
     *(("flashinfer", AttentionCase(*SIZE, "blocks:0.25", (side, side))) for side in (64, 128)),
