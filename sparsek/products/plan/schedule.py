@@ -17,9 +17,13 @@ from sparsek.products.formats.storage import merged_keys
 
 # What a group of twice the columns has to gain, because CTAs that walk more columns at once find less of B in L2. On an
 # H100 hopper.bsr24 took 149 us in groups of 8 or 24 columns that were 2 % better balanced, and 94 us in groups of 4
-# (6144 x 11008 to 4096, 10 % in blocks of 128, 2026-11-26). One part in GAIN for each doubling, and what a balance is
-# good enough by.
+# (6144 x 11008 to 4096, 10 % in blocks of 128, 2026-11-26). One part in GAIN for each doubling.
 GAIN = 50
+# A balance within one part in ENOUGH is not bought with wider groups.
+ENOUGH = 33
+# Units are lopsided where the longest tile costs more than this many times the mean. Rows of few blocks drawn at random
+# are not: with 4 in a row, the longest costs 2.2 times the mean.
+LOPSIDED = 3
 
 
 class UnitSteps(NamedTuple):
@@ -39,6 +43,7 @@ class ProductSchedule(NamedTuple):
     """Tiles of every CTA: CTA p computes tiles[starts[p]:starts[p+1]], each (first step, end step, row, column).
 
     The list ends with one spare tile, so that a kernel may read ahead. `unit` [tiles] is the unit of each other tile.
+    `turns`: every other tile of a CTA walks its steps backwards, where the kernel can (spmm/load.py).
     """
 
     tiles: NDArray[np.int32]
@@ -46,6 +51,7 @@ class ProductSchedule(NamedTuple):
     ctas: int
     imbalance: float
     unit: NDArray[np.int64]
+    turns: bool
 
 
 class Cut(NamedTuple):
@@ -129,7 +135,7 @@ def balance(units: UnitSteps, n: int, tile_cols: int, workers: int) -> ProductSc
     count = len(steps) * column_tiles
     if count == 0:
         return ProductSchedule(
-            np.zeros((1, 4), np.int32), np.zeros(2, np.int32), 1, 1.0, np.zeros(0, np.int64)
+            np.zeros((1, 4), np.int32), np.zeros(2, np.int32), 1, 1.0, np.zeros(0, np.int64), False
         )
     ctas, total = min(workers, count), int(steps.sum()) * column_tiles
     bound = max(int(steps.max()) * ctas, total)
@@ -141,7 +147,7 @@ def balance(units: UnitSteps, n: int, tile_cols: int, workers: int) -> ProductSc
         rated = span * weight_of(group, groups[0])
         if best is None or rated < best[0]:
             best = (rated, span, unit, column, who)
-        if GAIN * span * ctas <= (GAIN + 1) * bound:
+        if ENOUGH * span * ctas <= (ENOUGH + 1) * bound:
             break
     assert best is not None
     _, span, unit, column, who = best
@@ -157,7 +163,8 @@ def balance(units: UnitSteps, n: int, tile_cols: int, workers: int) -> ProductSc
     tiles[:-1, 2], tiles[:-1, 3] = units.row[unit], column * tile_cols
     starts = np.zeros(ctas + 1, np.int32)
     np.cumsum(np.bincount(who, minlength=ctas), out=starts[1:])
-    return ProductSchedule(tiles, starts, ctas, span / (total / ctas), unit)
+    turns = int(steps.max()) * len(steps) <= LOPSIDED * int(steps.sum())
+    return ProductSchedule(tiles, starts, ctas, span / (total / ctas), unit, turns)
 
 
 def groups_of(units: int, column_tiles: int, workers: int) -> list[int]:

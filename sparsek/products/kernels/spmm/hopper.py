@@ -294,7 +294,7 @@ class HopperSpmm(SpmmKernel):
         stages 32 deep, which add 2 % to every step. Another matrix that TMA loads takes 1.0 us. A tile that is held
         takes 0.5 us less, or 0.1 us with stages 32 deep; one of 64x512, whose stages are, 0.5 us more (two H100, 3 to
         5 % of blocks of 64). Its activation or other matrix takes 0.5 us. With very uneven rows CTAs drift apart, and
-        large tiles lose 25 % (Zipf 1.2, the longest row 8 times the mean; no loss at twice the mean). Split rows write
+        large tiles lose 18 % (Zipf 1.2, the longest row 8 times the mean; no loss at twice the mean). Split rows write
         their sums to memory and read them again in a second launch. With few columns, only A's bytes count.
         """
         if p.nnzb == 0 or p.n == 0:

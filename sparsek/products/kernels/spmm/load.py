@@ -7,7 +7,9 @@ multiplies the stored blocks in their order (`in_order`).
 
 In hopper.spmm the CTAs read all of A at about the same time, and again for the next columns of B. C, and the matrix
 that it is combined with, stream through L2 meanwhile and displace A. So every other tile of a CTA walks its blocks
-backwards, and the blocks that were read last are still in L2. The sums of these tiles are added in that order.
+backwards, and the blocks that were read last are still in L2. The sums of these tiles are added in that order. Where
+rows are lopsided, CTAs turn at different times and read B's rows from both ends, which costs more than A does: all
+tiles walk forwards. The schedule decides.
 """
 
 from triton.experimental import gluon
@@ -81,19 +83,21 @@ def load(T: gl.constexpr, a_desc, b_desc, lists, steps, ring):
     end = gl.load(at + 1)
     col = gl.load(at + 4)
     a_row = gl.load(at + 6)
+    back = gl.load(at + 7) > 0
     next_begin = gl.load(at + RECORD)
     next_end = gl.load(at + RECORD + 1)
     next_col = gl.load(at + RECORD + 4)
     next_row = gl.load(at + RECORD + 6)
-    js, bs = indices(T, steps, begin, end, 0, False)
+    next_back = gl.load(at + RECORD + 7) > 0
+    js, bs = indices(T, steps, begin, end, 0, back)
     for t in range(first, last):
-        back = (t - first) % 2 == 1
         at = tiles + RECORD * t + 2 * RECORD
         then_begin = gl.load(at)
         then_end = gl.load(at + 1)
         then_col = gl.load(at + 4)
         then_row = gl.load(at + 6)
-        next_js, next_bs = indices(T, steps, next_begin, next_end, 0, (t - first) % 2 == 0)
+        then_back = gl.load(at + 7) > 0
+        next_js, next_bs = indices(T, steps, next_begin, next_end, 0, next_back)
         pieces = (end - begin) * PER
         if T.in_order:
             pieces = gl.maximum(1, pieces)
@@ -138,7 +142,9 @@ def load(T: gl.constexpr, a_desc, b_desc, lists, steps, ring):
         end = next_end
         col = next_col
         a_row = next_row
+        back = next_back
         next_begin = then_begin
         next_end = then_end
         next_col = then_col
         next_row = then_row
+        next_back = then_back

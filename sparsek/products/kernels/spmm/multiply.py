@@ -11,9 +11,9 @@ tried (docs/notes/products-hopper.md): the epilogue in registers before staging;
 tiles; four extra warps, which leave 128 registers a thread, fewer than 64 x 256 sums need.
 
 T is a Config with the fields of `Tile`. A record of `tiles` has RECORD numbers: first step, end step, row and column
-of C, column of B, workspace slot or -1, row inside the block of A, 0. In a sampled product (sddmm) a tile is several
-stored blocks of one block row, and its record is: 0, end step, row inside the block, number of the group of blocks,
-row of X, -1, 0, 0.
+of C, column of B, workspace slot or -1, row inside the block of A, 1 if the steps are walked backwards. In a sampled
+product (sddmm) a tile is several stored blocks of one block row, and its record is: 0, end step, row inside the block,
+number of the group of blocks, row of X, -1, 0, 0.
 """
 
 from dataclasses import dataclass, replace

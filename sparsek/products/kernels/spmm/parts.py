@@ -98,6 +98,9 @@ def records(deal: ProductSchedule, bm: int, slots: Any) -> Any:
     made = np.zeros((len(deal.tiles) + 1, RECORD.value), np.int32)
     for at, part in enumerate((begin, end, row, col, col, slots, row % bm)):
         made[:-1, at] = part
+    if deal.turns:
+        nth = np.arange(len(deal.unit)) - np.repeat(deal.starts[:-1], np.diff(deal.starts))
+        made[:-2, 7] = nth % 2
     return made
 
 
@@ -132,7 +135,7 @@ def busy_seconds(
     tile = mean * step + fixed * max(0.25, c.rows * c.block_cols / 32768)
     if longest <= 1.25 * mean:
         return -(-tiles // sms) * tile, extra
-    return max(tiles / sms, longest / mean) * tile * (1 + 0.22 * drift(p, c, mean)), extra
+    return max(tiles / sms, longest / mean) * tile * (1 + 0.18 * drift(p, c, mean)), extra
 
 
 def tall(p: SpmmProblem, c: Any, steps: float, units: int) -> tuple[float, float]:
@@ -155,9 +158,10 @@ def tall(p: SpmmProblem, c: Any, steps: float, units: int) -> tuple[float, float
 def drift(p: SpmmProblem, c: Any, mean: float) -> float:
     """How far CTAs with tiles of `mean` steps drift apart, 0 to 1: they then read columns of B at different times.
 
-    Where the longest row has 2.6 to 8 times the mean, tiles of 128x256 lose 7 to 16 %, those of 128x128 with twice as
-    many steps under way 4 to 7 % (H200, 2026-11-26). Few blocks drawn at random are no such rows, though the longest
-    has mean + 3 sqrt(mean): with 4 in a row tiles of 128x256 take 224 us, of 128x128 285 (H100, 2026-11-26).
+    Where the longest row has 2.6 to 8 times the mean, staged tiles of 128x256 lost 7 to 16 %, those of 128x128 with
+    twice as many steps under way 4 to 7 %; held, 128x256 took 220 to 225 us, 128x128 235 (H200, 2026-11-26). Few
+    blocks drawn at random are no such rows, though the longest has mean + 3 sqrt(mean): with 4 in a row tiles of
+    128x256 take 224 us, of 128x128 285 (H100, 2026-11-26).
     """
     usual = max(mean, (mean + 3 * mean**0.5) / 2)
     lopsided = min(1.0, max(0.0, (max(mean, min(p.row_long, p.grid[1])) / usual - 2) / 0.6))

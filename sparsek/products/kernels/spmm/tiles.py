@@ -21,7 +21,7 @@ from sparsek.core import env
 from sparsek.engine.launch.launch import launch_unspecialized
 from sparsek.products.formats.pattern import BlockPattern
 from sparsek.products.kernels.spmm.multiply import RECORD
-from sparsek.products.plan.schedule import GAIN, fewest, groups_of, weight_of
+from sparsek.products.plan.schedule import ENOUGH, GAIN, LOPSIDED, fewest, groups_of, weight_of
 
 # Units, tiles and blocks of one program; what it compares or lists at once.
 RANKED, COMPARED, ORDERED, LISTED = 128, 32, 128, 512
@@ -160,7 +160,7 @@ _PLACED = ("indptr", "ranked", "tile_of", "who", "spans", "tiles", "starts", "bl
 def _place(
     indptr, ranked, tile_of, who, spans, tiles, starts, blocks,
     units, columns, count, workers, fewer, widths, last_weight, slices, bm, tile_rows, tile_cols, nnzb, share,
-    GAIN: tl.constexpr, LISTED: tl.constexpr,
+    GAIN: tl.constexpr, ENOUGH: tl.constexpr, LOPSIDED: tl.constexpr, LISTED: tl.constexpr,
 ):  # fmt: skip
     """The records of one CTA, in their order, and its share of the numbers of the stored blocks."""
     option, variant = 0, 1
@@ -176,11 +176,13 @@ def _place(
             better = (going != 0) & (rated < best)
             option = tl.where(better, each, option)
             best = tl.where(better, rated, best)
-            going = tl.where(span * workers * GAIN <= bound * (GAIN + 1), 0, going)
+            going = tl.where(span * workers * ENOUGH <= bound * (ENOUGH + 1), 0, going)
         wide, narrow = tl.load(spans + 2 * option), tl.load(spans + 2 * option + 1)
         variant = tl.where((fewer < workers) & (narrow <= wide), 1, 0)
     who += (2 * option + variant) * count
     tile_of += option * count
+    longest = tl.load(ranked + units).to(tl.int64)
+    turns = (longest * units <= LOPSIDED * tl.load(ranked + 2 * units).to(tl.int64)).to(tl.int32)
     me = tl.program_id(0)
     lane = tl.arange(0, LISTED)
     begin = 0
@@ -188,6 +190,7 @@ def _place(
         each = tl.load(who + done + lane, mask=done + lane < count, other=2147483647)
         begin += tl.sum((each < me).to(tl.int32), 0)
     tl.store(starts + me, begin)
+    mine_from = begin
     field = tl.arange(0, 8)[None, :]
     for done in range(0, count, LISTED):
         each = tl.load(who + done + lane, mask=done + lane < count, other=2147483647)
@@ -203,7 +206,9 @@ def _place(
         record = tl.where(field == 2, (row * bm + inside)[:, None], record)
         record = tl.where((field == 3) | (field == 4), (tile % columns * tile_cols)[:, None], record)
         record = tl.where(field == 5, -1, tl.where(field == 6, inside[:, None], record))
-        to = (begin + held - 1).to(tl.int64) * 8
+        nth = begin + held - 1
+        record = tl.where(field == 7, ((nth - mine_from) % 2 * turns)[:, None], record)
+        to = nth.to(tl.int64) * 8
         tl.store(tiles + to[:, None] + field, record, mask=mine[:, None])
         begin += tl.sum(mine.to(tl.int32), 0)
     if me == workers - 1:
@@ -272,7 +277,7 @@ def device_tiles(
     dealt = ranked, cost_of, who, spans, units, count, ctas, fewer
     launch_unspecialized(_deal, device, 2 * widths, dealt, (lanes,), 1)
     lists = indptr, ranked, tile_of, who, spans, tiles, starts, blocks
-    launch_unspecialized(_place, device, ctas, (*lists, *sizes, *shape), (GAIN, LISTED), 4)
+    launch_unspecialized(_place, device, ctas, (*lists, *sizes, *shape), (GAIN, ENOUGH, LOPSIDED, LISTED), 4)
     return DeviceTiles(tiles.view(-1, RECORD.value), starts, blocks)
 
 

@@ -4,7 +4,6 @@ import re
 from collections.abc import Sequence
 from dataclasses import fields as dataclass_fields
 from dataclasses import replace
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -168,12 +167,8 @@ def walked(
     c_mem, at_once = Memory(out), c.pieces if stretch is None else c.promote or c.pieces
     sums = np.full((work.parts.slots if work.parts else 0, c.rows, c.block_cols), np.nan)
     assert len(tiles) == starts[-1] + 2, "two records to spare for the read ahead"
-    for t, back in (
-        (t, stretch is None and (t - first) % 2 == 1)
-        for first, last in pairwise(starts)
-        for t in range(first, last)
-    ):
-        begin, end, row, col, b_col, slot, a_row, _ = (int(x) for x in tiles[t])
+    for t in range(starts[-1]):
+        begin, end, row, col, b_col, slot, a_row, back = (int(x) for x in tiles[t])
         total = np.zeros((c.rows, c.block_cols))
         count = (end - begin) * c.per_block
         for first in range(0, -(-count // c.pieces) * c.pieces, at_once):
@@ -181,7 +176,7 @@ def walked(
             for q in range(first, first + at_once):
                 inside = q < count
                 step, k = begin + q // c.per_block, q % c.per_block * c.width
-                step = begin + end - 1 - step if back else step
+                step = begin + end - 1 - step if back and stretch is None else step
                 j = int(cols[step]) if inside else a.grid[1]
                 a_part = np.full((c.rows, c.width), np.nan)
                 if c.a_col:
