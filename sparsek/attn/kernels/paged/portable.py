@@ -97,7 +97,7 @@ _INTS = (
     "table", "seq_lens", "cu_seqlens_q", "counts", "full_starts", "full_counts", "full_columns", "partial_starts",
     "partial_counts", "partial_columns",
 )  # fmt: skip
-_FLOATS = ("sink_logits", "k_scale", "v_scale", "lse", "o_part", "lse_part")
+_FLOATS = ("sink_logits", "k_scale", "v_scale", "lse", "lse_part")
 
 
 @triton.jit(do_not_specialize=_NUMBERS, do_not_specialize_on_alignment=(*_INTS, *_FLOATS))
@@ -265,7 +265,8 @@ def _attention(
                 own_k = k + kv_head * sk_h
                 own_v = v + kv_head * sv_h
                 # Steps with a rule, then those whose every key is seen, then again some with a rule. Without WHOLE the
-                # first walk takes all steps; without a window no step with a rule comes first.
+                # first walk takes all steps; without a window no step with a rule comes first. A walk without a step is
+                # passed over where no list is: it would load a page, and begin and end a pipeline.
                 edges = (begin, end, end, end)
                 if WHOLE:
                     whole = tl.minimum(tl.maximum(whole_from, begin), end)
@@ -273,12 +274,13 @@ def _attention(
                 FIRST: tl.constexpr = 1 if WHOLE and not WINDOWED else 0
                 LAST: tl.constexpr = 3 if WHOLE else 1
                 for i in tl.static_range(FIRST, LAST):
-                    sums = walk(
-                        sums, q_tile, q_odd, own_k, own_v, own_table, lists, spans, bounds, position, factor, cap,
-                        edges[i], edges[i + 1], entries, pages,
-                        sk_p, sk_d, sv_p, sv_d, SK_N, SV_N, PAGE, TN, D, DV, KW, VW, BLOCK_KEYS, BLOCK_STEPS,
-                        2 if i != 1 else 1 if LISTS else 0, CAUSAL, WINDOWED, CAPPED, FP8, NATIVE, WIDE,
-                    )  # fmt: skip
+                    if LISTS or not WHOLE or edges[i] < edges[i + 1]:
+                        sums = walk(
+                            sums, q_tile, q_odd, own_k, own_v, own_table, lists, spans, bounds, position, factor, cap,
+                            edges[i], edges[i + 1], entries, pages,
+                            sk_p, sk_d, sv_p, sv_d, SK_N, SV_N, PAGE, TN, D, DV, KW, VW, BLOCK_KEYS, BLOCK_STEPS,
+                            2 if i != 1 else 1 if LISTS else 0, CAUSAL, WINDOWED, CAPPED, FP8, NATIVE, WIDE,
+                        )  # fmt: skip
                 acc, acc_odd, total, top = sums
 
                 WIDTH: tl.constexpr = 2 * VW if FP8 else VW
@@ -292,11 +294,14 @@ def _attention(
                 if MOST > 1:
                     tl.store(counts + place, number, mask=live & (part == 0))
                     if number > 1:
+                        # Keys and values stream through L2 and would take the place of these, which are read soon.
                         where = (tokens.to(tl.int64) * HEADS) * part + place
                         total = tl.where(total == 0.0, 1.0, total)
-                        tl.store(lse_part + where, top + tl.log2(total), mask=live)
+                        tl.store(
+                            lse_part + where, top + tl.log2(total), mask=live, eviction_policy="evict_last"
+                        )
                         to = o_part + where[:, None] * (2 * DV if FP8 else DV) + out_col[None, :]
-                        tl.store(to, acc / total[:, None], mask=stored)
+                        tl.store(to, acc / total[:, None], mask=stored, eviction_policy="evict_last")
                 if number == 1:
                     if sink_logits is not None:
                         sink = tl.load(sink_logits + head) * LOG2E

@@ -37,14 +37,16 @@ def add_parts(
     head = row % HEADS
     token = row // HEADS
     row = row.to(tl.int64)
-    last = tl.load(cu_seqlens_q + requests)
-    cut = token < tl.minimum(last, tokens)
-    count = tl.minimum(tl.load(counts + row, mask=cut, other=0), parts)
-    cut = cut & (count > 1)
     part = tl.arange(0, MOST)
-    there = cut[:, None] & (part[None, :] < count[:, None])
     where = part.to(tl.int64)[None, :] * (tokens.to(tl.int64) * HEADS) + row[:, None]
-    part_lse = tl.load(lse_part + where, mask=there, other=float("-inf"))
+    # None of these three loads waits for another. What no part has written is read here too, and not used.
+    exists = token < tokens
+    last = tl.load(cu_seqlens_q + requests)
+    count = tl.load(counts + row, mask=exists, other=0)
+    part_lse = tl.load(lse_part + where, mask=exists[:, None] & (part < parts)[None, :], other=float("-inf"))
+    cut = exists & (token < last) & (count > 1)
+    there = cut[:, None] & (part[None, :] < tl.minimum(count, parts)[:, None])
+    part_lse = tl.where(there, part_lse, float("-inf"))
     col = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = col < DV
     o = o_part + where[:, :, None] * DV + col[None, None, :]

@@ -63,7 +63,7 @@ def compiled(card: str, p: PagedProblem, c: portable.Config) -> Code:
         "scale": "fp32",
         "cap": "fp32",
     }
-    types |= dict.fromkeys(portable._INTS, "*i32") | dict.fromkeys(portable._FLOATS, "*fp32")
+    types |= dict.fromkeys(portable._INTS, "*i32") | dict.fromkeys((*portable._FLOATS, "o_part"), "*fp32")
     return portable_code.compiled(
         portable._attention, types, constants, CARDS[card], c.num_warps, c.num_stages
     )
