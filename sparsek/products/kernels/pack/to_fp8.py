@@ -24,25 +24,19 @@ from sparsek.core import env
 from sparsek.engine.launch import tensors
 from sparsek.engine.launch.launch import launch, launch_unspecialized
 from sparsek.engine.launch.tensors import SIZE_LIMIT, at, quotients, times
-from sparsek.products.formats.float8 import LEAST, rounded
+from sparsek.products.formats.float8 import rounded
+from sparsek.products.kernels.common.rounding import magnitude_bits, scale_of
 
 # Rows of up to WHOLE elements stay in registers, EACH per thread; longer ones STEP at a time, STEP_EACH per thread;
 # rows, step and warps of a transposed x. 8192^2 (H200, 2026-11-22): 58 us, 89 with the whole row in registers;
 # transposed 102, with steps of 128 206.
 WHOLE, EACH, STEP, STEP_EACH = 4096, 32, 4096, 16
 TURNED_ROWS, TURNED_STEP, TURNED_WARPS = 32, 512, 8
-LEAST_SCALE = tl.constexpr(LEAST)
 
 # Triton does not specialize for these: neither a size nor an alignment triggers a compilation. UNIT gives the
 # alignment.
 _SIZES = ("rows", "k", "sx_batch", "sx_row", "sx_k", "row_tiles")
 _ANYWHERE = ("x", "values", "scale")
-
-
-@triton.jit
-def _magnitude_bits(x):
-    """Bits of a float32 without the sign. Their order is that of magnitudes, with NaN above infinity."""
-    return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
 
 @triton.jit(do_not_specialize=_SIZES, do_not_specialize_on_alignment=_ANYWHERE)
@@ -71,11 +65,8 @@ def _round_rows(
     held = tl.zeros([ROWS, STEP], dtype=x.dtype.element_ty)
     for k0 in range(0, k, STEP):
         held = _row_part(x, k0 + kt, k, sx_k, inside, LIES, UNIT, WIDE)
-        largest = tl.maximum(largest, tl.max(_magnitude_bits(held.to(tl.float32)), axis=1))
-    size = largest.to(tl.float32, bitcast=True)
-    found = tl.math.div_rn(size, tl.zeros([ROWS], dtype=tl.float32) + TOP)
-    found = tl.where(found < LEAST_SCALE, LEAST_SCALE, found)  # a NaN stays
-    found = tl.where(size == 0, 1.0, found)
+        largest = tl.maximum(largest, tl.max(magnitude_bits(held.to(tl.float32)), axis=1))
+    found = scale_of(largest, TOP)
     tl.store(scale + batch * rows + row, found, mask=inside)
     first = values + (batch * rows + row) * k
     for k0 in range(0, k, STEP):
