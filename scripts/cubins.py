@@ -116,7 +116,7 @@ def two_four(dtype: torch.dtype) -> None:
 def fp8() -> None:
     for w in (sk.random_bsr(4096, 4096, 128, 0.25), sk.Semi24.from_dense(normal(4096, 4096))):
         q = sk.quantize(w)
-        for tokens in (16, 4096):
+        for tokens in (1, 16, 4096):
             x = normal(tokens, 4096)
             sk.linear(x, q)
             sk.linear(x, q, normal(4096), "gelu")

@@ -23,6 +23,7 @@ KERNELS: tuple[tuple[str, str, str, str], ...] = (
     ("spmm", "reference.bsr24", "spmm.reference", "bsr24"),
     ("spmm", "hopper.spmm_fp8", "spmm.hopper_fp8", "bsr_fp8"),
     ("spmm", "portable.spmm_fp8", "spmm.portable_fp8", "bsr_fp8"),
+    ("spmm", "portable.spmm_skinny_fp8", "spmm.portable_skinny_fp8", "bsr_fp8"),
     ("spmm", "hopper.semi24_fp8", "spmm.hopper_24", "semi24_fp8"),
     ("spmm", "unpacked.semi24_fp8", "spmm.unpacked", "semi24_fp8"),
     ("spmm", "hopper.bsr24_fp8", "spmm.hopper_bsr24", "bsr24_fp8"),

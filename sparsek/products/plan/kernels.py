@@ -68,7 +68,8 @@ class SpmmKernel(Kernel[SpmmProblem], Protocol):
         A quantized `a` is a Quantized, and `b` then a transposed QuantizedTensor: b.values [..., N, K] is contiguous
         and begins at a multiple of 16 bytes, B is b.values.mT, and b.scale is float32 [..., N] or []. Of `a`,
         a.matrix.values is FP8 and a.scale float32, in the shape that a.kind implies. The epilogue's bias [M] and
-        other matrix [..., M, N] have out's dtype, and apply to the scaled sums in float32.
+        other matrix [..., M, N] have out's dtype, and apply to the scaled sums in float32. A kernel
+        whose attribute `rounds` is true also takes B [..., K, N] before rounding, of any strides.
         """
         ...
 

@@ -2,6 +2,8 @@
 
 B, bf16    -- rounded to FP8 by one kernel, a scale per column -->  B8     (if A is FP8 and B is not)
 A, B       -- a kernel -->  C = act(alpha * A @ B + bias) + other, for FP8 with scales on the sums
+
+A kernel with the attribute `rounds` takes B in bf16, and rounds it itself.
 """
 
 from __future__ import annotations
@@ -327,7 +329,9 @@ class SpmmPlan(Plan):
             out = c.mT if by_columns else c
         else:
             c = out.mT if by_columns else out
-        if isinstance(a, Quantized) and isinstance(b, Tensor):
+        # A given C may lie in the memory of B, so B is then rounded before the kernel that writes C.
+        inside = call.out is None and getattr(self.choice.kernel, "rounds", False)
+        if isinstance(a, Quantized) and isinstance(b, Tensor) and not inside:
             b = quantize_dense(b.mT, E4M3, "row", check=False, together=True).mT
         return c, (a, b, out, epilogue) if out.numel() else None
 
@@ -384,9 +388,9 @@ class SpmmPlan(Plan):
                 0, f"  gradient   that of B dequantizes A to {p.c.dtype}, into a workspace of {copied:.3g} MB"
             )
         if spent := rounding_seconds(p):
-            lines.insert(
-                0, f"  rounding   {spent * 1e6:.1f} us of it to round B from {p.b.rounds} to {p.b.dtype}"
-            )
+            inside = getattr(self.choice.kernel, "rounds", False)
+            how = "the kernel rounds" if inside else f"{spent * 1e6:.1f} us of it to round"
+            lines.insert(0, f"  rounding   {how} B from {p.b.rounds} to {p.b.dtype}")
         return lines
 
     def _product(self, p: SpmmProblem) -> str:

@@ -184,6 +184,38 @@ def test_a_product_in_fp8_allocates_twice_and_then_rounds_and_multiplies(
         ran.clear()
 
 
+def test_a_product_that_rounds_b_itself_is_one_allocation_and_one_launch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    w = sk.quantize(sk.random_bsr(32, 48, 16, 0.5, dtype=torch.bfloat16))
+    plan = plan_layer(torch.randn(3, 48).bfloat16(), w)
+    ran: list[list[int]] = []
+    fake = SimpleNamespace(cuLaunchKernelEx=lambda cells: ran.append([c.value for c in cells]) or 0)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
+    monkeypatch.setattr(driver, "cuda", lambda: fake)
+    monkeypatch.setattr(Tensor, "is_cuda", property(lambda x: True))
+    monkeypatch.setattr(recorder_, "_allocate", None)
+
+    def launched(c: Any, work: Any, a: sk.Quantized, b: Tensor, out: Tensor, epilogue: Any) -> None:
+        made: Any = recorder()
+        step: Any = Launch(0, (1,), 32, 0, [made.cell(each.data_ptr(), each) for each in (b, out)])
+        step.launch = (step.cells,)
+        made.add(step)
+
+    kernel: Any = SimpleNamespace(launch=launched, rounds=True)
+    plan = replace(plan, choice=plan.choice._replace(kernel=kernel))
+    x = torch.randn(3, 48).bfloat16()
+    with recording([x]) as made:
+        recorded = made.recorded(plan.run(Product.layer(x, w), True))
+    assert isinstance(recorded, Recorded), made.reason
+    (part,) = recorded.parts
+    assert (len(part.allocations), len(part.steps)) == (1, 1)
+    for given in (x, x.clone(), x):
+        out = recorded.repeat((given,))
+        assert ran.pop() == [given.data_ptr(), out.data_ptr()]
+        assert not ran
+
+
 def test_one_launch_reads_the_addresses_of_each_call(monkeypatch: pytest.MonkeyPatch) -> None:
     """Aligned operands that move and come back, misaligned ones between them, and an error of the driver."""
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)

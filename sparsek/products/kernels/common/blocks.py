@@ -25,6 +25,7 @@ from sparsek.engine.launch import tensors
 from sparsek.engine.launch.tensors import at, times
 from sparsek.products.formats.bsr import BSR
 from sparsek.products.kernels.common import epilogue as epilogues
+from sparsek.products.kernels.common.rounding import rounded_columns
 from sparsek.products.reference.epilogue import Epilogue
 
 ROUNDS = tl.constexpr(not env.interpreting())
@@ -140,12 +141,13 @@ def blocks_times_dense(
     BM: tl.constexpr, BK: tl.constexpr, TM: tl.constexpr, TN: tl.constexpr, TK: tl.constexpr,
     SPAN: tl.constexpr, VIEW: tl.constexpr, WIDE: tl.constexpr,
     RAGGED_K: tl.constexpr, RAGGED_N: tl.constexpr, PRECISION: tl.constexpr, SCALE: tl.constexpr,
+    b_scales=None,
 ):  # fmt: skip
     """float32 [TM, TN]: rows `i` of the `length` blocks from `start` on, times columns `col` of b [K, N].
 
     `i` [TM] are rows inside the block, `col` [TN] columns of B. VIEW: blocks are stored transposed, and block q of
-    the row is at order[start + q]. SCALE: what of an FP8 A shares a scale; here only scales of blocks are applied. Each
-    element is one sum in the order of K.
+    the row is at order[start + q]. SCALE: what of an FP8 A shares a scale; here only scales of blocks are applied.
+    `b_scales` [TN]: b is rounded to E4M3 with these. Each element is one sum in the order of K.
     """
     kt = tl.arange(0, TK)
     STEPS: tl.constexpr = (BK + TK - 1) // TK  # of a block
@@ -188,6 +190,8 @@ def blocks_times_dense(
             b_live = b_live & (col < n)[None, :]
         a_tile = tl.load(a_ptr, mask=a_live, other=0.0)
         b_tile = tl.load(b_ptr, mask=b_live, other=0.0)
+        if b_scales is not None:
+            b_tile = rounded_columns(b_tile, b_scales)
         # Read one step ahead: an index loaded in the step that uses it would halve the pipeliner's buffers.
         here = place
         if PADDED:

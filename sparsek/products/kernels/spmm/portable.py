@@ -6,10 +6,11 @@ row, or of a part of it, tile_k per step (`kernels/common/blocks.py`):
     stored blocks of the row   | b0      | b1      | b2      |      times   the matching block rows of B
     steps                      | s0   | s1   | s2   | s3   | s4 |   C tile  epilogue(sum of A tile @ B tile)
 
-One kernel is portable.spmm, portable.spmm_skinny, which cuts block rows into parts (`spmm/portable_skinny.py`), and
-portable.spmm_fp8, whose sums have scales (`spmm/portable_fp8.py`). Several programs share the list of a block taller
-than tile_m. Each element is one sum in fixed order. C is stored in its memory order, in whole vectors along rows or,
-for a transpose view, along columns. The epilogue is applied to the sums in float32.
+One kernel is portable.spmm, portable.spmm_skinny, which cuts block rows into parts (`spmm/portable_skinny.py`),
+portable.spmm_fp8, whose sums have scales (`spmm/portable_fp8.py`), and both, which also rounds B
+(`spmm/portable_skinny_fp8.py`). Several programs share the list of a block taller than tile_m. Each element is one sum
+in fixed order. C is stored in its memory order, in whole vectors along rows or, for a transpose view, along columns.
+The epilogue is applied to the sums in float32.
 
     a row of one part        its program applies the epilogue and writes C
     a row of several parts   each program writes its sum to a slot; the last to arrive adds the slots in the order of
@@ -42,6 +43,7 @@ from sparsek.products.formats.quantized import Quantized
 from sparsek.products.formats.quantized_tensor import QuantizedTensor
 from sparsek.products.kernels.common.blocks import blocks_times_dense, constants
 from sparsek.products.kernels.common.epilogue import store_finished
+from sparsek.products.kernels.common.rounding import column_scales
 from sparsek.products.plan.kernels import SpmmKernel
 from sparsek.products.plan.problems import SpmmProblem
 from sparsek.products.reference.epilogue import PLAIN, Epilogue
@@ -112,7 +114,9 @@ def _scaled(
     z, a_scale, row, row_live, b_scale, column, column_live, A_SCALE: tl.constexpr, B_SCALE: tl.constexpr
 ):
     """The sums z [TM, TN] times the row scales of A and column scales of B; scales per block are already applied."""
-    if B_SCALE == "column":
+    if B_SCALE == "found":
+        of_b = b_scale[None, :]
+    elif B_SCALE == "column":
         of_b = tl.load(b_scale + column, mask=column_live, other=1.0)[None, :]
     else:
         of_b = tl.load(b_scale)
@@ -136,7 +140,7 @@ def _spmm(
     UNIT_M: tl.constexpr, UNIT_N: tl.constexpr, UNIT_K: tl.constexpr,
     UNIT_BK: tl.constexpr, UNIT_BN: tl.constexpr, UNIT_CM: tl.constexpr, UNIT_CN: tl.constexpr,
     UNIT_OM: tl.constexpr, UNIT_ON: tl.constexpr, A_SCALE: tl.constexpr, B_SCALE: tl.constexpr,
-    SCALED: tl.constexpr, ACTIVATION: tl.constexpr, COMBINE: tl.constexpr,
+    SCALED: tl.constexpr, ACTIVATION: tl.constexpr, COMBINE: tl.constexpr, RN: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
     SUBS: tl.constexpr = (BM + TM - 1) // TM
     m, n, k = times(m, UNIT_M), times(n, UNIT_N), times(k, UNIT_K)
@@ -167,9 +171,14 @@ def _spmm(
     i = sub * TM + tl.arange(0, TM)  # row inside the block
     row_live = (i < BM) & (row * BM + i < m)
     col = tile % column_tiles * TN + tl.arange(0, TN)
+    b += batch * sb_batch
+    found = None
+    if B_SCALE == "found":
+        found = column_scales(b, col, n, k, sb_k, sb_n, WIDE, RN, STEP)
+        b_scale = found
     z = blocks_times_dense(
-        values, indices, order, start, length, i, col, b + batch * sb_batch, n, k, sb_k, sb_n, a_scale,
-        BM, BK, TM, TN, TK, SPAN, VIEW, WIDE, RAGGED_K, RAGGED_N, PRECISION, A_SCALE,
+        values, indices, order, start, length, i, col, b, n, k, sb_k, sb_n, a_scale,
+        BM, BK, TM, TN, TK, SPAN, VIEW, WIDE, RAGGED_K, RAGGED_N, PRECISION, A_SCALE, found,
     )  # fmt: skip
     if A_SCALE != "":
         z = _scaled(z, a_scale, row * BM + i, row_live, b_scale, batch * n + col, col < n, A_SCALE, B_SCALE)
@@ -206,12 +215,19 @@ def _spmm(
 
 
 def _constants(c: Config, work: Work, a: Any, b: Tensor, out: Tensor, epilogue: Epilogue, scales: Any) -> Any:
-    """Every constexpr of `_spmm` for one launch. `b` [batch, K, N], `out` and `epilogue.other` [batch, M, N]."""
+    """Every constexpr of `_spmm` for one launch. `b` [batch, K, N], `out` and `epilogue.other` [batch, M, N].
+
+    `scales`: what of A and of B shares one; "found" for a B that the kernel rounds.
+    """
     of_a, of_b = scales
+    # At once of a B that is rounded: 32 KB of up to RN of its columns.
+    rows = 1 << (b.shape[2] - 1).bit_length() if of_b == "found" else 1
+    step = max(16, min(32768 // (rows * b.element_size()), 1 << (b.shape[1] - 1).bit_length()))
     return {
         "TM": c.tile_m, "TN": c.tile_n, "TK": c.tile_k, "GROUP": c.group, "RAGGED_N": b.shape[2] % c.tile_n != 0,
         "FIELDS": work.rows.shape[1], "SPLIT": work.slots > 0, "AT_ONCE": max(1, min(4, 8192 // (c.tile_m * c.tile_n))),
         "A_SCALE": of_a, "B_SCALE": "column" if of_b == "row" else of_b,
+        "RN": rows, "STEP": step if of_b == "found" else 1,
         **constants(c.tile_k, a, b, out, work.tf32, epilogue, SIZE_LIMIT),
     }  # fmt: skip
 
@@ -222,7 +238,9 @@ def start(c: Config, work: Work, a: Any, b: Any, out: Tensor, epilogue: Epilogue
     """
     if out.numel() == 0:
         return
-    matrix, scales = (a.matrix, (a.kind, b.kind)) if isinstance(a, Quantized) else (a, ("", ""))
+    matrix, scales = a, ("", "")
+    if isinstance(a, Quantized):
+        matrix, scales = a.matrix, (a.kind, b.kind if isinstance(b, QuantizedTensor) else "found")
     m, n = out.shape[-2:]
     pieces, subs, column_tiles = work.rows.shape[0], -(-matrix.block[0] // c.tile_m), -(-n // c.tile_n)
     order = matrix.pattern.indices if matrix.order is None else matrix.order

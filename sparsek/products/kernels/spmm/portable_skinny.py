@@ -20,6 +20,7 @@ that a CUDA graph captures, and graphs may replay concurrently.
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,6 +31,7 @@ from sparsek.engine.launch.tensors import SIZE_LIMIT
 from sparsek.engine.plan.kernel import beside
 from sparsek.engine.plan.ring import DRIVER_LAUNCHES
 from sparsek.products.formats.bsr import BSR
+from sparsek.products.formats.quantized import Quantized
 from sparsek.products.kernels.spmm.portable import Config, PortableSpmm, Work
 from sparsek.products.plan.kernels import SpmmKernel
 from sparsek.products.plan.problems import SpmmProblem
@@ -60,11 +62,16 @@ FULL = ((64, 32, 4, 6), (32, 64, 4, 4), (32, 32, 4, 6), (64, 64, 4, 3),
 # fmt: on
 
 
+def _stage(p: SpmmProblem, c: Config) -> int:
+    """Room of a step in shared memory, in values of A."""
+    return c.tile_k * (c.tile_m + (dtypes.itemsize(p.b.rounds) if p.b.rounds else 1) * c.tile_n)
+
+
 def _resident(p: SpmmProblem, c: Config) -> int:
     """Programs that an SM holds at once."""
     if p.on_cpu:
         return 1
-    stage = c.tile_k * (c.tile_m + _tile_n(p.n)) * dtypes.itemsize(p.dtype)
+    stage = _stage(p, c) * dtypes.itemsize(p.dtype)
     return max(1, min(2048 // (32 * c.num_warps), 8, p.card.smem_bytes // (c.num_stages * stage + 1024)))
 
 
@@ -121,13 +128,14 @@ class PortableSpmmSkinny(PortableSpmm):
     """Up to 64 columns of B."""
 
     name = "portable.spmm_skinny"
+    widest = WIDEST
 
     def why_not(self, p: SpmmProblem) -> list[str]:
-        if foreign := p.a.unless("bsr"):
+        if foreign := p.a.unless(self.storage):
             return foreign
-        why = tensors.why_not(p)
-        if p.n > WIDEST:
-            why.append(f"multiplies up to {WIDEST} columns of B; got {p.n}")
+        why = self.unable(p)
+        if p.n > self.widest:
+            why.append(f"multiplies up to {self.widest} columns of B; got {p.n}")
         if max(p.m, p.k) > SIZE_LIMIT:
             why.append(f"M and K must be at most {SIZE_LIMIT}; got {p.m}, {p.k}")
         if not why:
@@ -153,14 +161,11 @@ class PortableSpmmSkinny(PortableSpmm):
         """Tiles of the table for N, limited by the block, the rows and shared memory. Each with parts for half a
         wave, one and two waves of programs, and with whole rows.
         """
-        table, tile_n = FULL if p.dtype == "fp32" else LOW[_tile_n(p.n)], _tile_n(p.n)
         tallest = 1 << (p.block[0] - 1).bit_length()
-        deepest = max(32, 1 << (max(p.row_max * p.block[1], 1) - 1).bit_length())
         seen = set()
-        for tile_m, tile_k, warps, stages in table:
-            tile_m, tile_k = min(tile_m, tallest), min(tile_k, deepest)
-            stages = tensors.stages(p, stages, tile_k * (tile_m + tile_n))
-            c = Config(tile_m, tile_n, tile_k, warps, stages, group=1)
+        for c in self.table(p):
+            c = replace(c, tile_m=min(c.tile_m, tallest))
+            c = replace(c, num_stages=tensors.stages(p, c.num_stages, _stage(p, c)))
             programs = p.card.sm_count * _resident(p, c)
             for wave in (1.0, 0.5, 2.0, 0.0):
                 part = int(-(-p.nnzb * _subs(p, c) * p.batch // (programs * wave))) if wave else 0
@@ -171,6 +176,12 @@ class PortableSpmmSkinny(PortableSpmm):
                 if config not in seen:
                     seen.add(config)
                     yield config
+
+    def table(self, p: SpmmProblem) -> Iterator[Config]:
+        """Tiles for all of N, best guess first, no deeper than a row."""
+        deepest = max(32, 1 << (max(p.row_max * p.block[1], 1) - 1).bit_length())
+        for tile_m, tile_k, warps, stages in FULL if p.dtype == "fp32" else LOW[_tile_n(p.n)]:
+            yield Config(tile_m, _tile_n(p.n), min(tile_k, deepest), warps, stages, group=1)
 
     def seconds(self, p: SpmmProblem, c: Config) -> float:
         """Launch + two beside each other: the longer of compulsory bytes at 92 % of copy bandwidth and, from L2, A, B
@@ -196,13 +207,14 @@ class PortableSpmmSkinny(PortableSpmm):
         late = 1e-6 * (waves - 1 + (slots > 0))
         return DRIVER_LAUNCHES * p.card.launch_seconds + beside(moved, longest / 2.7) + late
 
-    def prepare(self, p: SpmmProblem, c: Config, a: BSR) -> Work:
+    def prepare(self, p: SpmmProblem, c: Config, a: Any) -> Work:
         """The parts of all block rows and the slots of split rows; on A's device, without a sync."""
+        matrix = a.matrix if isinstance(a, Quantized) else a
         most, slots = _counts(p, c)
         counters = slots // 2
         tiles = _subs(p, c) * p.batch
         spare = torch.zeros((SPARE if slots else 0, counters * tiles), dtype=torch.int32, device=a.device)
-        rows = _parts(a, most, c.part if slots else 0)
+        rows = _parts(matrix, most, c.part if slots else 0)
         sizes = slots * tiles * c.tile_m * c.tile_n, counters * tiles
         return Work(rows, p.tf32, slots, counters, sizes, spare=list(spare))
 

@@ -40,25 +40,30 @@ def ones(name: str, x: Tensor, dims: str) -> dict[str, int]:
     return {f"{name}_{dim}": stride for dim, stride in found if stride == 1}
 
 
-def spmm_code(p: SpmmProblem, c: spmm.Config) -> Code:
-    """portable.spmm, portable.spmm_skinny or portable.spmm_fp8 for contiguous tensors that begin at 16 bytes."""
-    b, out = meta(p.k, p.n, p.b.layout, p.b.dtype), meta(p.m, p.n, p.c.layout, p.c.dtype)
+def spmm_code(p: SpmmProblem, c: spmm.Config, rounds: bool = False) -> Code:
+    """The kernel of portable.py, of any of its names, for contiguous tensors that begin at 16 bytes.
+
+    `rounds`: it rounds B.
+    """
+    of_b = p.b.rounds if rounds else p.b.dtype
+    b, out = meta(p.k, p.n, p.b.layout, of_b), meta(p.m, p.n, p.c.layout, p.c.dtype)
     other = meta(p.m, p.n, p.c.layout, p.c.dtype) if p.combine else None
     a = matrix((p.m, p.k), p.block, p.nnzb, p.a.transposed, p.dtype)
     slots, fields = spmm_skinny._counts(p, c)[1] if c.part else 0, spmm_skinny.FIELDS if c.group == 1 else 3
     rows = torch.empty(p.grid[0], fields, device="meta")
     work: Any = SimpleNamespace(rows=rows, slots=slots, tf32=p.tf32)
     epilogue = Epilogue(2.0 if p.has_alpha else 1.0, None, p.activation, other, p.combine or "add")
-    scales = (p.a.scale, "row" if p.b.scale == "column" else p.b.scale)
+    scales = (p.a.scale, "found" if rounds else "row" if p.b.scale == "column" else p.b.scale)
     constants = spmm._constants(c, work, a, b, out, epilogue, scales)
     constants |= ones("sb", b, "kn") | ones("sc", out, "mn")
     constants |= {"other": None} if other is None else ones("so", other, "mn")
     constants |= {} if p.bias else {"bias": None}
-    constants |= {} if p.a.quantized else {"a_scale": None, "b_scale": None}
+    constants |= {} if p.a.quantized else {"a_scale": None}
+    constants |= {} if p.a.quantized and not rounds else {"b_scale": None}
     constants |= {} if work.slots else {"sums": None, "arrivals": None}
     constants |= {"n": 1} if p.n == 1 else {}
     constants |= {"column_tiles": 1, "batch_tiles": 1} if p.n <= c.tile_n else {}
-    types = {"values": NAMES[p.dtype], "b": NAMES[p.b.dtype]}
+    types = {"values": NAMES[p.dtype], "b": NAMES[of_b]}
     types |= dict.fromkeys(("c", "bias", "other"), NAMES[p.c.dtype])
     types |= dict.fromkeys(("indices", "order", "rows", "arrivals"), "*i32")
     types |= dict.fromkeys(("sums", "a_scale", "b_scale"), "*fp32")

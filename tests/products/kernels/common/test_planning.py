@@ -41,6 +41,7 @@ PROBLEMS: dict[str, Any] = {
     "portable.spmm": spmm_problem(**SIDES, **BLOCKS),
     "portable.spmm_skinny": spmm_problem(**SIDES | {"n": 16}, **BLOCKS, **COLUMNS),
     "portable.spmm_fp8": fp8_problem(**IN_FP8, **BLOCKS),
+    "portable.spmm_skinny_fp8": fp8_problem(**IN_FP8 | {"n": 8}, **BLOCKS, **COLUMNS),
     "portable.sddmm": SddmmProblem(**SIDES, **BLOCKS, dtype="bf16"),
     "portable.spgemm": SpgemmProblem(**SIDES, **PAIRS, nnzb_out=2600, pairs=2600, pairs_max=8, dtype="bf16"),
     "unpacked.semi24": WHOLE,
@@ -200,13 +201,16 @@ def test_the_default_is_among_distinct_configs_that_never_beat_the_card(name: st
         *((name, {"nnzb": 1024, "row_max": 16}, 1.5) for name in ("portable.spmm", "portable.spmm_fp8")),
         *(
             (name, {"nnzb": 8 * 512, "row_max": 64}, 1.5)
-            for name in ("portable.spmm_skinny", "portable.sddmm")
+            for name in ("portable.spmm_skinny", "portable.spmm_skinny_fp8", "portable.sddmm")
         ),
         ("hopper.sddmm", {"nnzb": 8 * 2048, "row_max": 128}, 1.5),
         *((f"{name}.spgemm", {"pairs": 20800, "pairs_max": 64}, 1.4) for name in ("hopper", "portable")),
         ("hopper.semi24_skinny", {"m": 8 * 8192}, 4.0),
         *((name, {"batch": 3}, 2.97) for name in (*IN_24, "hopper.semi24_skinny")),
-        *((name, {"rounds": "bf16"}, 1.01) for name in (*OF_24_FP8, "portable.spmm_fp8")),
+        *(
+            (name, {"rounds": "bf16"}, 1.01)
+            for name in (*OF_24_FP8, "portable.spmm_fp8", "portable.spmm_skinny_fp8")
+        ),
         *((name, {"row_max": 4096}, 2.0) for name in ("hopper.bsr24", "portable.spmm_fp8")),
     ],
 )

@@ -1,11 +1,13 @@
 """The portable FP8 kernels without a GPU: in Triton's interpreter, and compiled for real cards."""
 
+import re
 from typing import Any
 
 import pytest
 import torch
 
 from sparsek.core.device import H200, Card
+from sparsek.engine.table import load
 from tests.problems import RTX_4090, changed, fp8_problem
 from tests.sampling import sampled
 
@@ -13,6 +15,7 @@ pytest.importorskip("triton")
 
 from sparsek.products.kernels.pack import to_fp8 as round_fp8
 from sparsek.products.kernels.spmm import portable_fp8 as spmm_fp8
+from sparsek.products.kernels.spmm import portable_skinny_fp8
 from sparsek.products.kernels.spmm.portable import Config
 from tests.engine.launch.portable_code import Code, compiled
 from tests.products.kernels.common.portable_code import NAMES, meta, spmm_code
@@ -78,6 +81,90 @@ def test_what_products_may_be_compiles_without_spills(change: dict[str, Any]):
 def test_blocks_and_views_compile_without_spills(change: dict[str, Any]):
     p = changed(SPMM, **change)
     check(p, KERNEL.default(p), vectors=p.k % 16 == 0)
+
+
+SKINNY: Any = portable_skinny_fp8.KERNEL
+DECODE = fp8_problem(
+    m=14336,
+    k=4096,
+    n=1,
+    dtype="e4m3",
+    card=H200,
+    block=(128, 128),
+    nnzb=896,
+    row_max=8,
+    rounds="bf16",
+    **LAYER,
+)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {},
+        {"n": 8, "activation": "gelu", "combine": "add"},
+        {"n": 5, "rounds": "fp32", "out_dtype": "fp32"},
+        {"n": 8, "card": RTX_4090, "rounds": "fp16", "out_dtype": "fp16"},
+        {"n": 7, "transposed": True, "a_scale": "tensor"},
+        {"n": 4, "block": (48, 96), "a_scale": "block", "dtype": "e5m2", "b_layout": "row"},
+    ],
+    ids=["one token", "tokens", "fp32", "sm_89", "view", "block 48x96"],
+)
+def test_a_kernel_that_rounds_b_divides_once(change: dict[str, Any]):
+    p = changed(DECODE, **change)
+    assert SKINNY.why_not(p) == []
+    for c in sampled(SKINNY.configs(p), 2, of=str(change)):
+        code = spmm_code(p, c, rounds=True)
+        what = f"{p} {c}: {code.registers} registers"
+        # 8 bytes in one config of sm_89, which converts to FP8 by instructions of its own
+        assert code.stack <= (0 if p.card is H200 else 8), what
+        assert code.shared <= p.card.smem_bytes, what
+        assert code.copies, what
+        dividing = [part for part in re.split(r"(?m)^(?=\$L__BB)", code.ptx) if "div.rn.f32" in part]
+        assert dividing, what
+        assert not any("Loop" in part[:200] for part in dividing), f"{what}: a reciprocal in a loop"
+        assert "div.full" not in code.ptx, what
+        assert "cvt.rn.satfinite.e4m3x2.f32" in code.ptx or p.card is not H200, what
+        assert code.wgmma == (p.card is H200 and c.tile_m >= 64), what
+
+
+@pytest.mark.parametrize(
+    ("m", "k", "most"),
+    [(14336, 4096, 4), (4096, 14336, 1), (8192, 8192, 1), (2048, 2048, 8), (28672, 8192, 0)],
+)
+def test_few_tokens_of_short_rows_are_rounded_by_the_kernel(m: int, k: int, most: int):
+    """Up to the tokens from which one of the other kernels, which need a launch before, took no longer."""
+    others = [load("hopper.spmm_fp8"), KERNEL]
+    for n in (1, 2, 4, 8):
+        p = changed(DECODE, m=m, k=k, n=n, nnzb=m * k // 65536, row_max=k // 512)
+        best = min(other.seconds(p, other.default(p)) for other in others)
+        assert (SKINNY.seconds(p, SKINNY.default(p)) < best) == (n <= most), f"{n} columns"
+    assert "up to 8 columns" in SKINNY.why_not(changed(DECODE, n=9))[0]
+
+
+# Cold weights in a graph on an H200, us: m, k, n, c.part, this kernel and hopper.spmm_fp8 (2026-11-30).
+@pytest.mark.parametrize(
+    ("m", "k", "n", "part", "us", "other"),
+    [
+        (14336, 4096, 1, 0, 8.31, 9.47),
+        (14336, 4096, 8, 0, 10.34, 9.71),
+        (4096, 14336, 1, 5, 10.64, 11.58),
+        (8192, 8192, 1, 6, 10.59, 10.79),
+        (8192, 8192, 4, 0, 13.10, 11.03),
+        (8192, 8192, 8, 0, 14.26, 11.09),
+        (2048, 2048, 1, 0, 4.74, 6.10),
+        (2048, 2048, 4, 0, 5.42, 6.14),
+        (2048, 2048, 8, 0, 5.79, 6.18),
+    ],
+)
+def test_few_tokens_are_predicted_beside_hopper_as_on_the_card(
+    m: int, k: int, n: int, part: int, us: float, other: float
+):
+    p = changed(DECODE, m=m, k=k, n=n, nnzb=m * k // 65536, row_max=k // 512)
+    c, hopper = SKINNY.default(p), load("hopper.spmm_fp8")
+    assert (c.tile_m, c.part) == (64, part)
+    found = SKINNY.seconds(p, c) / hopper.seconds(p, hopper.default(p))
+    assert found == pytest.approx(us / other, rel=0.06)
 
 
 def round_code(rows: int, k: int, turned: bool, dtype: str, card: Card) -> Code:
