@@ -509,7 +509,9 @@ def tokens(x: Tensor) -> Tensor:
 def new_rows(b: Dense, m: int, by_columns: bool, dtype: torch.dtype) -> Tensor:
     """An uninitialised row-major C: [..., M, N], or [..., N, M] if `by_columns`."""
     *batch, _, n = b.shape
-    return torch.empty((*batch, n, m) if by_columns else (*batch, m, n), dtype=dtype, device=b.device)
+    # torch.empty returns another tensor than a recorder sees; a recorded call then makes a view of C every time.
+    like = b if isinstance(b, Tensor) else b.values
+    return like.new_empty((*batch, n, m) if by_columns else (*batch, m, n), dtype=dtype)
 
 
 def _without_product(call: Product, p: SpmmProblem) -> Tensor:
