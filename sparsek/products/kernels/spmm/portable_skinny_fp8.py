@@ -30,7 +30,7 @@ from sparsek.products.plan.problems import SpmmProblem
 # Of six tiles that were timed none was over 3 % faster with the parts that are chosen. Lower ones round B for each
 # slice of a block again (H200, 2026-11-30).
 TILE = Config(64, 16, 128, 4, 5, group=1)
-FIRST_SECONDS, NUMBER_SECONDS = 1.2e-6, 0.12e-9  # until a column's scale is found, beside reading it
+FIRST_SECONDS, NUMBER_SECONDS = 1.2e-6, 0.07e-9  # until a column's scale is found, beside reading it
 STEP_SECONDS = 0.31e-6  # of a program, in which other programs of its SM have steps too
 WAVE_SECONDS, COMBINE_SECONDS = 2.5e-6, 1.7e-6
 
@@ -59,10 +59,10 @@ class PortableSpmmSkinnyFp8(PortableSpmmSkinny):
         0.87 of it + two beside each other: the steps of the longest part, and compulsory bytes at 92 % of copy
         bandwidth. Plus what further waves of programs and combining parts take.
 
-        Fitted to four layers with cold weights in graphs, of 1 to 8 tokens in blocks of 128, 25 % stored, over
-        hopper.spmm_fp8 (docs/notes/fp8-products.md). That one's predictions are right for queued launches (0.98 of 10
-        layers of 16 tokens) and 1.7 to 2.9 us too long in graphs; so are these, by the first two constants.
-        Other blocks and sizes are a guess on the side of too long.
+        Fitted to four layers of 1 to 8 tokens in blocks of 128, 25 % stored: their times with cold weights in graphs,
+        and 1.2 us (docs/notes/fp8-products.md). All predictions are of queued launches (core/clock.py), where a dense
+        product of these layers takes so much longer, and the two launches of hopper.spmm_fp8 1.7 to 2.9 us. Other
+        blocks and sizes are a guess on the side of too long.
         """
         if p.on_cpu:
             return super().seconds(p, c)

@@ -130,7 +130,7 @@ def test_a_kernel_that_rounds_b_divides_once(change: dict[str, Any]):
 
 @pytest.mark.parametrize(
     ("m", "k", "most"),
-    [(14336, 4096, 4), (4096, 14336, 1), (8192, 8192, 1), (2048, 2048, 8), (28672, 8192, 0)],
+    [(14336, 4096, 4), (4096, 14336, 2), (8192, 8192, 1), (2048, 2048, 8), (28672, 8192, 0)],
 )
 def test_few_tokens_of_short_rows_are_rounded_by_the_kernel(m: int, k: int, most: int):
     """Up to the tokens from which one of the other kernels, which need a launch before, took no longer."""
@@ -142,29 +142,25 @@ def test_few_tokens_of_short_rows_are_rounded_by_the_kernel(m: int, k: int, most
     assert "up to 8 columns" in SKINNY.why_not(changed(DECODE, n=9))[0]
 
 
-# Cold weights in a graph on an H200, us: m, k, n, c.part, this kernel and hopper.spmm_fp8 (2026-11-30).
+# Cold weights in a graph on an H200, us: m, k, c.part for 1, 2, 4 and 8 tokens, and their times (2026-11-30).
 @pytest.mark.parametrize(
-    ("m", "k", "n", "part", "us", "other"),
+    ("m", "k", "parts", "times"),
     [
-        (14336, 4096, 1, 0, 8.31, 9.47),
-        (14336, 4096, 8, 0, 10.34, 9.71),
-        (4096, 14336, 1, 5, 10.64, 11.58),
-        (8192, 8192, 1, 6, 10.59, 10.79),
-        (8192, 8192, 4, 0, 13.10, 11.03),
-        (8192, 8192, 8, 0, 14.26, 11.09),
-        (2048, 2048, 1, 0, 4.74, 6.10),
-        (2048, 2048, 4, 0, 5.42, 6.14),
-        (2048, 2048, 8, 0, 5.79, 6.18),
+        (14336, 4096, (0, 0, 0, 0), (8.27, 8.57, 9.48, 10.32)),
+        (4096, 14336, (5, 5, 5, 10), (10.59, 11.71, 14.74, 18.17)),
+        (8192, 8192, (6, 6, 0, 0), (10.56, 11.29, 13.14, 14.21)),
+        (2048, 2048, (0, 0, 0, 0), (4.80, 4.91, 5.63, 5.81)),
     ],
 )
-def test_few_tokens_are_predicted_beside_hopper_as_on_the_card(
-    m: int, k: int, n: int, part: int, us: float, other: float
+def test_few_tokens_are_predicted_as_launches_that_are_queued(
+    m: int, k: int, parts: tuple[int, ...], times: tuple[float, ...]
 ):
-    p = changed(DECODE, m=m, k=k, n=n, nnzb=m * k // 65536, row_max=k // 512)
-    c, hopper = SKINNY.default(p), load("hopper.spmm_fp8")
-    assert (c.tile_m, c.part) == (64, part)
-    found = SKINNY.seconds(p, c) / hopper.seconds(p, hopper.default(p))
-    assert found == pytest.approx(us / other, rel=0.06)
+    """Predictions are of launches outside a graph, one after another, which cost 1.2 us more."""
+    for n, part, us in zip((1, 2, 4, 8), parts, times, strict=True):
+        p = changed(DECODE, m=m, k=k, n=n, nnzb=m * k // 65536, row_max=k // 512)
+        c = SKINNY.default(p)
+        assert (c.tile_m, c.part) == (64, part)
+        assert SKINNY.seconds(p, c) == pytest.approx((us + 1.2) * 1e-6, rel=0.1), f"{n} tokens"
 
 
 def round_code(rows: int, k: int, turned: bool, dtype: str, card: Card) -> Code:
