@@ -13,15 +13,21 @@ from hypothesis import strategies as st
 from sparsek.attn.mask.mask import BlockMask
 from sparsek.attn.plan.attention_grad_schedule import (
     FULL,
+    GOLDEN,
+    GOLDEN_BITS,
     NO_TICKET,
     ROOM,
     GradSchedule,
     TileParts,
+    band_sections,
     schedule,
+    sections,
+    span_of_rows,
     tile_parts,
+    walk_of,
 )
 from sparsek.attn.plan.problems import AttentionProblem
-from sparsek.core.device import H200
+from sparsek.core.device import H200, Card
 from tests import odd_cpu
 from tests.attn.attention_cases import ATTENTION_CASES, random_bits
 from tests.plan.test_attention_schedule import bounded
@@ -80,9 +86,15 @@ def wanted(mask: BlockMask, batch: int, q_heads: int) -> set[tuple[int, ...]]:
 
 
 def check(
-    mask: BlockMask, batch: int, q_heads: int, kv_heads: int, ctas: int, cut: TileParts | None = None
+    mask: BlockMask,
+    batch: int,
+    q_heads: int,
+    kv_heads: int,
+    ctas: int,
+    cut: TileParts | None = None,
+    card: Card = H200,
 ) -> GradSchedule:
-    p = problem(mask, batch, q_heads, kv_heads)
+    p = replace(problem(mask, batch, q_heads, kv_heads), card=card)
     made = schedule(p, mask, ctas, cut=cut)
     found = visits_of(made, mask.block[0])
     listed = [visit[:5] for own in found for visit in own]
@@ -194,6 +206,100 @@ def test_bounds_that_are_too_large_change_nothing() -> None:
 def test_ctas_have_about_as_much_to_do(make: Any, most: float) -> None:
     mask = make()
     assert schedule(problem(mask, 1, 16, 16), mask, 132).imbalance() <= most
+
+
+def rows_by_tile(
+    made: GradSchedule, p: AttentionProblem
+) -> dict[tuple[int, int], tuple[int, int, list[int]]]:
+    """(head, key block): the CTA, the number of visits of partial blocks, and the query tiles in order."""
+    takers = torch.repeat_interleave(torch.arange(made.ctas), made.starts.diff().long()).tolist()
+    query = (made.visits[:, 0] // p.block[0]).tolist()
+    return {
+        (head, key // p.block[1]): (cta, masked, query[first : first + visits])
+        for cta, (_, head, key, first, masked, _, visits, _) in zip(takers, made.tiles.tolist(), strict=True)
+    }
+
+
+@pytest.mark.parametrize(("causal", "heads"), [(True, 1), (False, 2)])
+def test_ctas_of_full_and_causal_masks_follow_each_other(causal: bool, heads: int) -> None:
+    """A visit apart; in every second wave of a causal mask backwards."""
+    mask = BlockMask.causal(40 * 128, block=128) if causal else BlockMask.full(40 * 128, block=(128, 128))
+    p = problem(mask, 1, heads, heads)
+    for (head, j), (_, masked, found) in rows_by_tile(schedule(p, mask, 16), p).items():
+        rows = list(range(j + 1, 40)) if causal else list(range(40))
+        wave, i = divmod(head * 40 + j, 16)
+        turned = i % max(1, len(rows))
+        assert masked == causal
+        assert found[masked:] == (rows[::-1] if causal and wave % 2 == 1 else rows[turned:] + rows[:turned])
+
+
+def test_waves_begin_anew_in_every_section() -> None:
+    mask = BlockMask.causal(20 * 128, block=128)
+    p = replace(problem(mask, 1, 6, 6), card=replace(H200, l2_bytes=1 << 20))
+    assert sections(p, 4) == 6
+    found = rows_by_tile(schedule(p, mask, 4), p)
+    assert all(found[head, j][2] == found[0, j][2] for head in range(6) for j in range(20))
+
+
+@pytest.mark.parametrize(
+    ("make", "dim"),
+    [
+        (lambda: BlockMask.full(40 * 128, block=(128, 128)), 64),
+        (lambda: BlockMask.causal(40 * 128, block=128), 64),
+        (lambda: BlockMask.full(40 * 128, block=(128, 64)), 128),
+        (lambda: BlockMask.sliding_window(40 * 128, 3000, block=128), 128),
+        (lambda: BlockMask.block_diagonal([2560] * 2, causal=False, block=128), 128),
+        (lambda: BlockMask.block_diagonal([3000, 2120], causal=True, block=128), 128),
+        (lambda: BlockMask.causal(q_len=20 * 128, kv_len=40 * 128, block=128), 128),
+    ],
+    ids=["narrow", "narrow causal", "short", "window", "alike", "documents", "more keys"],
+)
+def test_other_lists_begin_golden_sections_apart(make: Any, dim: int) -> None:
+    mask = make()
+    p = replace(problem(mask, 1, 2, 2), dim=dim, v_dim=dim)
+    for cta, masked, found in rows_by_tile(schedule(p, mask, 16), p).values():
+        rows = found[masked:]
+        turned = cta * GOLDEN % (1 << GOLDEN_BITS) * len(rows) >> GOLDEN_BITS
+        assert rows == sorted(rows)[turned:] + sorted(rows)[:turned]
+
+
+@st.composite
+def nearly_regular(draw: st.DrawFn) -> tuple[BlockMask, bool]:
+    """A full or causal mask, or one cut into documents or a window, and whether CTAs follow each other in it."""
+    tiles, columns = draw(st.integers(1, 20)), draw(st.integers(1, 20))
+    end = draw(st.integers(0, 127))
+    kind = draw(st.sampled_from(("full", "causal", "documents", "window")))
+    length = tiles * 128 - end
+    if kind == "full":
+        return BlockMask.full(q_len=length, kv_len=columns * 128, block=(128, 128)), True
+    if kind == "causal":
+        return BlockMask.causal(length, block=128), True
+    if kind == "window":
+        window = draw(st.integers(1, 3000))
+        mask = BlockMask.sliding_window(length, window, block=128)
+    else:
+        cut = draw(st.integers(0, length - 1))
+        mask = BlockMask.block_diagonal([cut, length - cut] if cut else [length], causal=True, block=128)
+    return mask, mask.sizes.stored == tiles * (tiles + 1) // 2
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    nearly_regular(),
+    st.sampled_from(((1, 1, 1), (1, 4, 2), (2, 6, 6), (1, 8, 1), (2, 3, 3))),
+    st.sampled_from((1, 2, 5, 16, 132)),
+    st.sampled_from((1 << 20, 1 << 22, H200.l2_bytes)),
+)
+def test_ctas_that_follow_each_other_come_to_an_end(
+    of: tuple[BlockMask, bool], sizes: tuple[int, int, int], ctas: int, l2_bytes: int
+) -> None:
+    mask, follow = of
+    card = replace(H200, l2_bytes=l2_bytes)
+    made = check(mask, *sizes, ctas, card=card)
+    p = replace(problem(mask, *sizes), card=card)
+    assert walk_of(p, made.lengths)[0] == follow
+    if follow:
+        assert band_sections(p, made.lengths, span_of_rows(mask), ctas) == 0
 
 
 def test_without_order_there_are_no_tickets() -> None:

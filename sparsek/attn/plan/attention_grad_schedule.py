@@ -6,6 +6,10 @@ first takes the next tile (Graham 1966), by the schedule's own clock: a tick per
 start in their lists a golden section apart, so that their sums do not collide in the same rows. If order does not
 matter and no head fits in L2, all CTAs start at the same rows, to share their reads and additions.
 
+Where every query tile sees all key tiles, or those up to its own, CTAs start one visit apart instead (`walk_of`): they
+follow each other through few rows, which stay in L2. Of a triangle, every second wave of tiles is walked backwards:
+CTAs become free one after the other, and all start at the last query tile.
+
 Where the visits of one query tile are all of neighbouring key tiles, as in a window, CTAs that take these together wait
 for each other's additions. `band_sections` then makes larger sections, whose heads take each column in turn.
 
@@ -181,6 +185,24 @@ def band_sections(p: AttentionProblem, n: Tensor, span: int, ctas: int) -> int:
     return count if fits and even and count < sections(p, ctas) else 0
 
 
+def walks(p: AttentionProblem) -> bool:
+    """Whether a visit is long beside handing over a turn: two steps of wide heads."""
+    return p.block == (128, 128) and max(padded_heads(p)) > 64
+
+
+def walk_of(p: AttentionProblem, n: Tensor) -> tuple[bool, bool]:
+    """Whether the tiles of a wave start one visit apart, and whether those of every second wave go backwards. Syncs.
+
+    A wave is as many tiles of a section as there are CTAs. Counts decide: all query tiles visit every tile, or, of a
+    square mask, those from its own on. In such masks no tile is far longer than the mean, and `band_sections` are none.
+    """
+    most, visits = p.group * p.grid[0], int(n.sum())
+    if not walks(p) or not len(n) or int(n.max()) != most:
+        return False, False
+    triangle = p.grid[0] == p.grid[1] and 2 * visits == (most + p.group) * len(n)
+    return triangle or visits == most * len(n), triangle
+
+
 def deal(ticks: Tensor, ctas: int) -> tuple[Tensor, Tensor]:
     """The CTA and start time of every tile, int32: the first CTA to finish takes the next tile. Syncs."""
     free = [(0, cta) for cta in range(ctas)]
@@ -233,7 +255,13 @@ def schedule(
     begin = listed.edges[lists.flatten()[listing]]
     apart = cta[tile] * GOLDEN % (1 << GOLDEN_BITS) * length >> GOLDEN_BITS
     turned = apart if ordered or heads_in_section(p) else torch.zeros_like(length)
-    at = torch.where(there, begin + (within + turned) % length.clamp(min=1), 0)
+    at = (within + turned) % length.clamp(min=1)
+    follow, back = walk_of(p, n) if ordered and parts == 1 else (False, False)
+    if follow:
+        nth = _places(p, line, sections(p, ctas))[tile]
+        at = (within + nth % ctas) % length.clamp(min=1)
+        at = torch.where(back & (nth // ctas % 2 == 1), length - 1 - within, at)
+    at = torch.where(there, begin + at, 0)
     query = listed.tile[at]
     item, kv_head = tile // (p.kv_heads * columns), tile // columns % p.kv_heads
     head = kv_head // ranges * group + listing % group
@@ -460,6 +488,14 @@ def _lined_up(p: AttentionProblem, n: Tensor, sections: int, *, in_turn: bool) -
     section = torch.where(n * len(n) > 4 * n.sum(), 0, every // columns * sections // heads + 1)
     line = every.view(-1, columns).T.flatten() if in_turn else every
     return line[torch.argsort((section * (1 << 32) - n)[line], stable=True)]
+
+
+def _places(p: AttentionProblem, line: Tensor, sections: int) -> Tensor:
+    """How many tiles of its section come before each tile, where none is far longer than the mean."""
+    section = line // p.grid[1] * sections // (p.batch * p.kv_heads)
+    places = torch.empty_like(line)
+    places[line] = torch.arange(len(line), device=line.device) - torch.searchsorted(section, section)
+    return places
 
 
 def _tickets(queue: Tensor, clock: Tensor) -> Tensor:

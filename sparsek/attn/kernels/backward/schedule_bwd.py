@@ -81,7 +81,7 @@ _SCRATCH = (
 _SIZES = (
     "rows", "grid_rows", "ranges", "per_range", "columns", "lists", "p_size", "f_size", "longest", "capacity",
     "key_tiles", "kv_heads", "group", "share", "item_lists", "shared", "sections", "heads", "parts", "band_room",
-    "programs", "row_programs", "ctas", "q_heads", "absent",
+    "programs", "row_programs", "ctas", "q_heads", "absent", "walks",
 )  # fmt: skip
 
 
@@ -265,12 +265,24 @@ def _record(
 
 
 @triton.jit
+def _walk_of(totals, key_tiles, grid_rows, columns, group, walks):
+    """As in the plan: whether the tiles of a wave start one visit apart, and whether every second wave goes back."""
+    most = group * grid_rows
+    visits = tl.load(totals + 1).to(tl.int64)
+    there = (walks > 0) & (tl.load(totals + 4) == most)
+    full = visits == most.to(tl.int64) * key_tiles
+    triangle = (grid_rows == columns) & (2 * visits == (most + group).to(tl.int64) * key_tiles)
+    return there & (full | triangle), there & triangle
+
+
+@triton.jit
 def _visits_of(
     p_starts, p_counts, p_indices, f_starts, f_counts, f_indices, base, nth, counts, partial, rank, first,
-    taker, began, visits, clocks, grid_rows, ranges, per_range, columns, lists, p_size, f_size, longest, capacity,
-    kv_heads, group, share, item_lists, shared, programs, q_heads, BLOCK_Q: tl.constexpr, ORDERED: tl.constexpr,
-    TURNED: tl.constexpr, SHARED: tl.constexpr, LONG: tl.constexpr, VISITS: tl.constexpr, GOLDEN: tl.constexpr,
-    BITS: tl.constexpr, VISIT_FIELDS: tl.constexpr, FULL: tl.constexpr, NO_TICKET: tl.constexpr
+    taker, began, totals, visits, clocks, grid_rows, ranges, per_range, columns, lists, p_size, f_size, longest,
+    capacity, key_tiles, kv_heads, group, share, item_lists, shared, sections, heads, programs, ctas, q_heads, walks,
+    BLOCK_Q: tl.constexpr, ORDERED: tl.constexpr, TURNED: tl.constexpr, SHARED: tl.constexpr, LONG: tl.constexpr,
+    VISITS: tl.constexpr, GOLDEN: tl.constexpr, BITS: tl.constexpr, VISIT_FIELDS: tl.constexpr, FULL: tl.constexpr,
+    NO_TICKET: tl.constexpr
 ):  # fmt: skip
     """The visits of one query tile of one head, with their tickets."""
     unit = tl.program_id(0) - programs
@@ -290,6 +302,9 @@ def _visits_of(
     copy = item * shared * share + head % share
     line = clocks + (copy.to(tl.int64) * capacity + base_slot) * 2
     m = tl.minimum(m, tl.maximum(capacity - base_slot, 0))
+    follow, back = _walk_of(totals, key_tiles, grid_rows, columns, group, walks)
+    section = (item * kv_heads + head // group) * sections // heads
+    tiles_before = (section * heads + sections - 1) // sections * columns
     for start in range(0, m, VISITS):
         e = start + tl.arange(0, VISITS)
         column = column_of(p_indices, f_indices, p_first, p, f_first, m, e)
@@ -302,8 +317,11 @@ def _visits_of(
         if TURNED:
             cta = tl.load(taker + place, mask=known, other=0)
             share_of = (cta * GOLDEN & ((1 << BITS) - 1)).to(tl.int64)
-            within -= (share_of * length >> BITS).to(tl.int32)
-            within += tl.where(within < 0, length, 0)
+            apart = (share_of * length >> BITS).to(tl.int32)
+            in_section = place - tiles_before
+            at = within - tl.where(follow, in_section % ctas % length, apart)
+            at += tl.where(at < 0, length, 0)
+            within = tl.where(back & (in_section // ctas % 2 == 1), length - 1 - within, at)
         within += tl.load(partial + tile, mask=known & (e >= p), other=0)
         if SHARED:
             within += head % group * length
@@ -346,10 +364,9 @@ def _visits_of(
 @triton.jit(do_not_specialize=_SIZES, do_not_specialize_on_alignment=MASK + _SCRATCH)
 def _visit(
     p_starts, p_counts, p_indices, f_starts, f_counts, f_indices, base, nth, counts, n, partial, rank, first,
-    taker,
-    began, turn, starts, tiles, visits, clocks,
-    grid_rows, ranges, per_range, columns, lists, p_size, f_size, longest, capacity, key_tiles, kv_heads, group, share,
-    item_lists, shared, parts, programs, q_heads, absent,
+    taker, began, totals, turn, starts, tiles, visits, clocks, grid_rows, ranges, per_range, columns, lists, p_size,
+    f_size, longest, capacity, key_tiles, kv_heads, group, share, item_lists, shared, sections, heads, parts, programs,
+    ctas, q_heads, absent, walks,
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, ORDERED: tl.constexpr, TURNED: tl.constexpr, SHARED: tl.constexpr,
     LONG: tl.constexpr, TILES: tl.constexpr, VISITS: tl.constexpr, GOLDEN: tl.constexpr, BITS: tl.constexpr,
     TILE_FIELDS: tl.constexpr, VISIT_FIELDS: tl.constexpr, FULL: tl.constexpr, NO_TICKET: tl.constexpr,
@@ -366,10 +383,10 @@ def _visit(
         )  # fmt: skip
     else:
         _visits_of(
-            p_starts, p_counts, p_indices, f_starts, f_counts, f_indices, base, nth, counts, partial,
-            rank, first, taker, began, visits, clocks, grid_rows, ranges, per_range, columns, lists, p_size, f_size,
-            longest, capacity, kv_heads, group, share, item_lists, shared, programs, q_heads, BLOCK_Q,
-            ORDERED, TURNED, SHARED, LONG, VISITS, GOLDEN, BITS, VISIT_FIELDS, FULL, NO_TICKET,
+            p_starts, p_counts, p_indices, f_starts, f_counts, f_indices, base, nth, counts, partial, rank, first,
+            taker, began, totals, visits, clocks, grid_rows, ranges, per_range, columns, lists, p_size, f_size, longest,
+            capacity, key_tiles, kv_heads, group, share, item_lists, shared, sections, heads, programs, ctas, q_heads,
+            walks, BLOCK_Q, ORDERED, TURNED, SHARED, LONG, VISITS, GOLDEN, BITS, VISIT_FIELDS, FULL, NO_TICKET,
         )  # fmt: skip
 
 
@@ -487,9 +504,9 @@ def launched(
 
     programs = -(-key_tiles // TILES)
     args = (
-        *entries, base, nth, counts, n, partial, rank, first, taker, began, turn, starts, made, visits, clocks,
-        *of_mask, key_tiles, p.kv_heads, p.group, share, items, int(mask.batch == 1), parts, programs, q_heads,
-        rows - 64,
+        *entries, base, nth, counts, n, partial, rank, first, taker, began, totals, turn, starts, made, visits, clocks,
+        *of_mask, key_tiles, p.kv_heads, p.group, share, items, int(mask.batch == 1), plan.sections(p, ctas),
+        p.batch * p.kv_heads, parts, programs, ctas, q_heads, rows - 64, int(ordered and parts == 1 and plan.walks(p)),
     )  # fmt: skip
     constants = (
         *p.block, ordered, ordered or plan.heads_in_section(p) > 0, share % p.group == 0, long, TILES,

@@ -98,6 +98,20 @@ def test_sections_of_heads() -> None:
     check(mask, tiny, 2, ordered=False)
 
 
+@pytest.mark.parametrize(("causal", "lists", "kv_heads"), once(product((True, False), (1, 6), (6, 3))))
+def test_ctas_that_follow_each_other(causal: bool, lists: int, kv_heads: int) -> None:
+    seen = torch.ones(9, 9, dtype=torch.bool)
+    seen = (seen.tril() if causal else seen).expand(1, lists, -1, -1)
+    mask = BlockMask.from_block_map(seen, 9 * 128 - 30, causal=causal, block=128)
+    p = replace(problem(mask, 1, 6, kv_heads), card=replace(H200, l2_bytes=1 << 21))
+    assert plan.sections(p, 4) > 1
+    narrow = replace(p, dim=64, v_dim=64)
+    assert not torch.equal(plan.schedule(p, mask, 4).visits, plan.schedule(narrow, mask, 4).visits)
+    for each in (p, narrow):
+        check(mask, each, 4)
+    check(mask, p, 4, ordered=False)
+
+
 @pytest.mark.parametrize(("block", "lists"), once(product((64, 128), (1, 6))))
 def test_heads_that_take_each_column_in_turn(block: int, lists: int) -> None:
     near = torch.ones(24, 24, dtype=torch.bool).tril().triu(-2)
