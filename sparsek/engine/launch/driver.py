@@ -99,19 +99,20 @@ def _is_known(kind: Any) -> bool:
 
 
 class Boxed(NamedTuple):
-    """A matrix in memory and the box of it that one TMA copy moves. Sizes in elements, the contiguous side first.
+    """A tensor in memory and the box of it that one TMA copy moves. Sizes in elements, the contiguous side first.
 
-    `box[0]` elements fill the width of the swizzle. Outside the matrix TMA reads zeros and writes nothing. One copy may
-    move `panels` such boxes side by side, one after another in shared memory; then the matrix must be whole boxes wide,
-    and a place in it is (0, row, panel).
+    `box[0]` elements fill the width of the swizzle. Outside the tensor TMA reads zeros and writes nothing. `outer` are
+    the strides of the dims of more than a matrix. One copy may move `panels` boxes of a matrix side by side, one after
+    another in shared memory; then the matrix must be whole boxes wide, and a place in it is (0, row, panel).
     """
 
     pointer: int
     dtype: torch.dtype
-    size: tuple[int, int]
+    size: tuple[int, ...]
     stride: int
-    box: tuple[int, int]
+    box: tuple[int, ...]
     panels: int = 1
+    outer: tuple[int, ...] = ()
 
 
 def by_rows(x: torch.Tensor, box: tuple[int, int], panels: int = 1) -> Boxed:
@@ -172,7 +173,7 @@ def function(code: bytes, name: str, shared: int, device: int) -> ctypes.c_void_
 def tensor_map(m: Boxed) -> Any:
     """A 128-byte tensor map at an address that is a multiple of 64."""
     size, wide = m.dtype.itemsize, m.box[0]
-    sizes, strides, box = m.size, (m.stride * size,), m.box
+    sizes, strides, box = m.size, tuple(each * size for each in (m.stride, *m.outer)), m.box
     if m.panels > 1:
         sizes, strides, box = (wide, m.size[1], m.size[0] // wide), (*strides, wide * size), (*box, m.panels)
     return _encoded(m.pointer, DTYPES[m.dtype], sizes, strides, box, SWIZZLES[wide * size], 3, 0)

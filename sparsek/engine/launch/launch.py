@@ -133,9 +133,9 @@ def launch_cuda(
 ) -> None:
     """Launches a CUDA C++ kernel on `device`, torch's current one, and its current stream.
 
-    `arguments` are its parameters in order: Boxed matrices, passed as tensor maps, or ctypes structures whose
-    c_void_p fields are addresses. `owners` are the tensors that own this memory, operands or not. Without blocks
-    nothing is launched.
+    `arguments` are its parameters in order: Boxed tensors, passed as tensor maps, or ctypes structures whose c_void_p
+    fields are addresses. `owners` are the tensors that own this memory, operands or not; a recorded call holds what is
+    none of its operands. Without blocks nothing is launched.
     """
     if not grid:
         return
@@ -152,7 +152,7 @@ def launch_cuda(
                 made.structure(each)
         cells.append(cell)
     if made is not None:
-        made.constants += owners
+        made.constants += [each for each in owners if made.at(each.data_ptr()) is None]
     _go(Launch(function, (grid,), block, shared, cells), device, made)
 
 

@@ -33,7 +33,7 @@ PACKAGES = ("nvidia/cu13/lib", "nvidia/cuda_nvrtc/lib")
 TOOLKITS = ("/usr/local/cuda/lib64", "/usr/local/cuda/targets/x86_64-linux/lib")
 DIGEST = 64
 OPTIONS = ("--gpu-architecture=sm_90a", "--std=c++17", "-lineinfo")
-INCLUDE = re.compile(r'#include "(\w+\.cu)"\n')
+INCLUDE = re.compile(r'#include "([\w./]+\.cu)"\n')
 
 
 class CompilerError(RuntimeError):
@@ -157,9 +157,9 @@ class Program:
 
     @property
     def source(self) -> str:
-        """The file, with others of its folder in the place of the lines that include them."""
+        """The file, with others, named from its folder, in the place of the lines that include them."""
         text = self.path.read_text(encoding="utf-8")
-        return INCLUDE.sub(lambda line: self.path.with_name(line[1]).read_text(encoding="utf-8"), text)
+        return INCLUDE.sub(lambda line: (self.path.parent / line[1]).read_text(encoding="utf-8"), text)
 
     def code(self, c: Any) -> bytes:
         """The cubin of the config `c`."""
