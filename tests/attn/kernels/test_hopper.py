@@ -44,7 +44,9 @@ FIELDS: dict[Any, dict[str, st.SearchStrategy[Any]]] = {
         "dim": SIDES, "v_dim": SIDES, "block": BLOCK, "softcap": st.booleans(), "alibi": st.booleans(),
         "sinks": st.sampled_from(("", "fp32", "bf16", "fp16")),
     },
-    fp8: OF_TILES | FLAGS | {"dim": SIDES, "v_dim": SIDES, "block": BLOCK, "by_block": st.booleans()},
+    fp8: OF_TILES | FLAGS | {
+        "dim": SIDES, "v_dim": SIDES, "block": BLOCK, "by_block": st.booleans(), "half": st.booleans(),
+    },
     bwd: MEMBERS | {
         "dim": SIDES, "v_dim": SIDES, "block": BLOCK, "halves": HALVES, "stages": st.integers(2, 8),
         "dq_slots": st.integers(1, 4), "sums": st.integers(0, 4), "queries": st.sampled_from((64, 128)),

@@ -18,7 +18,6 @@ from triton.runtime.cache import get_cache_manager
 from sparsek.attn.kernels.backward import bwd_wide_keys, bwd_wide_queries
 from sparsek.attn.kernels.backward import hopper_bwd as attention_bwd
 from sparsek.attn.kernels.backward import hopper_bwd_wide as attention_bwd_wide
-from sparsek.attn.kernels.forward import hopper_fp8 as attention_fp8
 from sparsek.attn.kernels.forward import hopper_fwd as attention_fwd
 from sparsek.attn.kernels.paged import hopper as attention_paged
 from sparsek.core import dtypes
@@ -43,7 +42,6 @@ Config = (
     | spmm_fp8.Config
     | sddmm.Config
     | attention_fwd.Config
-    | attention_fp8.Config
     | attention_bwd.Config
     | WidePass
     | attention_paged.Config
@@ -93,9 +91,6 @@ def compiled(c: Config, dtype: str, reads_sass: bool = True) -> Code:
     if isinstance(c, attention_fwd.Config):
         options = {"maxnreg": 128} if c.ctas_per_sm == 2 else {}
         function, source, types = _attention(c, dtype)
-    elif isinstance(c, attention_fp8.Config):
-        options = c.options
-        function, source, types = _attention_fp8(c, dtype)
     elif isinstance(c, attention_bwd.Config):
         options = {}
         function, source, types = _attention_bwd(c, dtype)
@@ -214,18 +209,6 @@ def _attention(c: attention_fwd.Config, dtype: str) -> tuple[Any, str, dict[str,
         | ({"sinks": f"*{c.sinks}"} if c.sinks else dict.fromkeys(("sinks", "sink_step"), "constexpr"))
     )
     return attention_fwd.attention_kernel, attention_fwd.SOURCE, types
-
-
-def _attention_fp8(c: attention_fp8.Config, dtype: str) -> tuple[Any, str, dict[str, str]]:
-    """`dtype`: that of the output."""
-    rows = (1, 1, 64 // c.pack, c.pack)
-    boxes = {"q_desc": (*rows, c.dim), "k_desc": (1, 1, c.keys, c.dim), "v_desc": (1, 1, c.v_dim, c.keys)}
-    types = {name: _descriptor(box, "e4m3") for name, box in boxes.items()}
-    types |= {"o_desc": _descriptor((*rows, c.v_dim), dtype), "scale": "fp32"}
-    types |= dict.fromkeys(("tiles", "count", "partial", "full", "rules", "bits", "lo", "hi"), "*i32")
-    types |= dict.fromkeys(("q_scale", "k_scale", "v_scale"), "*fp32") | {"lse": "*fp32" if c.lse else "*i32"}
-    types |= dict.fromkeys(("part", "part_lse"), "*fp32" if c.split else "*i32")
-    return attention_fp8.attention_fp8_kernel, attention_fp8.SOURCE, types
 
 
 def _attention_bwd(c: attention_bwd.Config, dtype: str) -> tuple[Any, str, dict[str, str]]:

@@ -99,14 +99,11 @@ def load_step(T: gl.constexpr, k_desc, v_desc, b, kv, key, slot, phase, k_s, v_s
     q_full, q_empty, k_full, k_empty, v_full, v_empty = bars
     # Wait until every warpgroup has multiplied the K in this slot.
     mbarrier.wait(k_empty.index(slot), phase)
-    mbarrier.expect(k_full.index(slot), KEYS * T.dim * T.itemsize)
+    mbarrier.expect(k_full.index(slot), KEYS * T.dim * 2)
     tma_load(k_desc, [b, kv, key, 0], k_full.index(slot), k_s.index(slot))
     mbarrier.wait(v_empty.index(slot), phase)  # and the V
-    mbarrier.expect(v_full.index(slot), KEYS * T.v_dim * T.itemsize)
-    if T.v_turned:
-        tma_load(v_desc, [b, kv, 0, key], v_full.index(slot), v_s.index(slot))
-    else:
-        tma_load(v_desc, [b, kv, key, 0], v_full.index(slot), v_s.index(slot))
+    mbarrier.expect(v_full.index(slot), KEYS * T.v_dim * 2)
+    tma_load(v_desc, [b, kv, key, 0], v_full.index(slot), v_s.index(slot))
     return after(slot, phase, T.stages)
 
 
@@ -133,7 +130,7 @@ def load(
             # Wait until warpgroup w has finished with this slot's Q.
             mbarrier.wait(q_empty.index(q_slot * GROUPS + w), q_phase)
             landed = q_full.index(q_slot * GROUPS + w)
-            mbarrier.expect(landed, 64 * T.dim * T.itemsize)
+            mbarrier.expect(landed, 64 * T.dim * 2)
             tma_load(
                 q_desc, [b, h // T.pack, pos + w * POSITIONS, 0, 0], landed, q_s.index(q_slot * GROUPS + w)
             )

@@ -52,8 +52,6 @@ class Pipeline(KernelConfig):
     pack: int
 
     lead: ClassVar[tuple[int, ...]] = ()  # sides of a slot of K or V before [keys, dim]
-    itemsize: ClassVar[int] = 2  # bytes of an element of q, k and v; O has 2
-    v_turned: ClassVar[bool] = False  # slots of V are [v_dim, keys]
     own_barriers: ClassVar[int] = 0  # of the producer alone, behind those of V
     passes: ClassVar[bool] = False  # the producer loads no step that no row of the tile sees
 
@@ -83,19 +81,19 @@ class Pipeline(KernelConfig):
 
     @property
     def v_slot(self) -> list[int]:
-        return [*self.lead, *((self.v_dim, self.keys) if self.v_turned else (self.keys, self.v_dim))]
+        return [*self.lead, self.keys, self.v_dim]
 
     @property
     def o_in_q(self) -> bool:
         """Whether O is staged in Q's memory: that saves memory, but the next Q waits until O is stored."""
-        return self.q_slots == 1 and self.v_dim == self.dim and self.itemsize == 2
+        return self.q_slots == 1 and self.v_dim == self.dim
 
     @property
     def smem_bytes(self) -> int:
         o = 0 if self.o_in_q else self.rows * self.v_dim
         loaded = self.q_slots * self.rows * self.dim + self.stages * self.keys * (self.dim + self.v_dim)
         barriers = 2 * self.q_slots * self.groups + 4 * self.stages + self.own_barriers
-        return self.itemsize * loaded + 2 * o + 8 * barriers + 64
+        return 2 * (loaded + o) + 8 * barriers + 64
 
     @property
     def ctas_per_sm(self) -> int:

@@ -63,7 +63,7 @@ SMEM_PER_SM = 228 << 10  # what all CTAs of an SM share, 1 KB of each for the sy
 REGISTERS = 65536
 CLEAN = ("unwritten", "mixed", "early", "fixed_bounds")
 # What wgmma calls a dtype, and how many elements of it one instruction takes.
-OPERANDS = {"bf16": ("bf16", 16), "fp16": ("f16", 16), "e4m3": ("e4m3", 32)}
+OPERANDS = {"bf16": ("bf16", 16), "fp16": ("f16", 16)}
 
 
 def hold_code(
@@ -86,17 +86,15 @@ def hold_code(
     return where
 
 
-def hold_forward(
-    c: Any, dtype: str, code: Any, exponentials: int, clean: Any = CLEAN, results: str | None = None
-) -> str:
+def hold_forward(c: Any, dtype: str, code: Any, exponentials: int, clean: Any = CLEAN) -> str:
     """The same of a forward kernel: S before the steps and in both kinds of steps, P V in these and after them. P V is
-    multiplied beside the softmax. `dtype` is of the operands, `results` of out. Where steps with rules may be passed
-    over, their loop has S a second time, without P V of the step before, and P V without S, if they are loaded.
+    multiplied beside the softmax. Where steps with rules may be passed over, their loop has S a second time, without
+    P V of the step before, and P V without S, if they are loaded.
     """
     passes_over = getattr(c, "members", 0) > 0 and not c.member_ends
     depth = (3 + passes_over) * (c.dim + c.keys) - c.passes * c.keys
     products = c.groups * depth // OPERANDS[dtype][1]
-    where = hold_code((c, results), code, dtype, {c.keys, c.v_dim}, products, c.ctas_per_sm, clean)
+    where = hold_code(c, code, dtype, {c.keys, c.v_dim}, products, c.ctas_per_sm, clean)
     assert code.waits == [0, 1], where
     assert c.smem_bytes <= code.shared <= c.smem_bytes + 1024, f"smem_bytes says {c.smem_bytes}: {where}"
     assert len(code.loops) == 2 * c.groups, where

@@ -10,24 +10,30 @@ from torch import Tensor
 
 import sparsek as sk
 from sparsek.attn.mask.mask import BlockMask
-from sparsek.attn.plan.attention_fp8 import AttentionFp8Problem
+from sparsek.attn.plan.attention_fp8 import AttendedFp8, AttentionFp8Problem
+from sparsek.attn.plan.kernels import AttentionCall
 from sparsek.core.device import H200
+from sparsek.engine.launch import nvrtc
+from sparsek.engine.launch.nvrtc import OPTIONS
 from sparsek.engine.table import load
 from sparsek.testing.attention_fp8_budget import check_attention_fp8
 from tests.attn.attention_cases import AttentionCase
 
 pytest.importorskip("triton")
 
-from sparsek.attn.kernels.forward.hopper_fp8 import Config
+from sparsek.attn.kernels.forward import hopper_fp8
+from sparsek.attn.kernels.forward.hopper_fp8 import PROGRAM, Config
 from sparsek.attn.kernels.forward.pipeline import fitted
-from tests.attn.kernels.forward.problems import BLOCKS, attention_problem, hold_forward
+from tests.attn.kernels.forward.problems import BLOCKS, SMEM_PER_SM, attention_problem
 from tests.attn.kernels.forward.test_attention_fwd import LOW, causal
 from tests.attn.kernels.planned import attend
+from tests.engine.launch import sass
 from tests.engine.launch.drawn import fresh
-from tests.engine.launch.hopper_code import compiled
+from tests.products.kernels.spmm.hopper_24_code import SPILLS, disassembled
 from tests.sampling import sampled
 
 gpu = pytest.mark.gpu
+needs_nvrtc = pytest.mark.skipif(nvrtc.library() is None, reason="NVRTC is not here (nvidia-cuda-nvrtc)")
 KERNEL = load("hopper.attention_fp8")
 
 
@@ -44,33 +50,105 @@ def config(*sides: Any, **more: Any) -> Config:
 ALL: dict[str, Any] = {"interval": True, "bits": True, "split": True, "lse": True}
 # Plain, with every rule and output, with scales of blocks; each tile, heads that are narrow and wide, 64 rows.
 CORE = [
-    (config(128, 128, (128, 128), 2, 128), "bf16"),
-    (config(128, 128, (128, 128), 2, 128, pack=8, by_block=True, **ALL), "fp16"),
-    (config(256, 128, (128, 128), 2, 64, interval=True), "bf16"),
-    (config(64, 64, (64, 128), 1, 128, by_block=True, lse=True), "fp16"),
-    (config(128, 128, (64, 64), 1, 64, **ALL), "bf16"),
+    config(128, 128, (128, 128), 2, 128),
+    config(128, 128, (128, 128), 2, 128, pack=8, half=True, **ALL),
+    config(128, 128, (128, 128), 2, 128, interval=True, split=True, lse=True, by_block=True),
+    config(128, 128, (128, 128), 2, 64, by_block=True, half=True, **ALL),
+    config(256, 128, (128, 128), 2, 64, interval=True),
+    config(64, 64, (64, 128), 1, 64, by_block=True, half=True, lse=True),
+    config(128, 128, (64, 64), 1, 64, **ALL),
 ]
 OTHERS = [
-    (config(dim, v_dim, block, groups, keys, by_block=by_block, **rules), "bf16")
-    for dim, v_dim, (block, groups, keys), by_block, rules in product(
+    config(dim, v_dim, block, groups, keys, by_block=by_block, **flags)
+    for dim, v_dim, (block, groups, keys), by_block, flags in product(
         (32, 64, 128, 256),
         (32, 64, 128),
         (((128, 128), 2, 128), ((128, 64), 2, 64), ((64, 64), 1, 64)),
         (True, False),
-        ({}, {"interval": True, "lse": True}, {"bits": True, "split": True}),
+        ({}, {"interval": True, "lse": True}, {"bits": True, "split": True, "pack": 4}),
     )
+    if not (by_block and "bits" in flags and v_dim > 32 and keys == 128)  # no problem has such configs
 ]
 
 
-@pytest.mark.parametrize(("c", "dtype"), sampled([*CORE, *sampled(OTHERS, 5)], 1), ids=str)
-def test_configs_compile_to_wgmma_and_tma_and_hide_the_softmax(c: Config, dtype: str) -> None:
-    code = compiled(c, dtype)
-    where = hold_forward(c, "e4m3", code, c.keys // 2 + 2, results=dtype)  # no product for a chain of its own
-    assert code.stack <= 176, where
-    assert code.spills <= 320, where
-    plain = [loop for loop in code.loops if loop.loads <= (3 if c.by_block else 0)]
-    assert len(plain) == c.groups, where
-    assert not any(loop.local for loop in plain), f"a step without rules spills: {where}"
+@needs_nvrtc
+@pytest.mark.parametrize("c", sampled([*CORE, *sampled(OTHERS, 5)], 1), ids=str)
+def test_machine_code(c: Config) -> None:
+    text, log = disassembled(PROGRAM.source, PROGRAM.path.name, [*OPTIONS, *c.defines])
+    program = sass.parsed(text)
+    opcodes = [each.opcode for each in program.code]
+    widths = {c.keys, c.v_dim if c.v_dim <= c.keys else c.v_dim // 2}
+    assert {each for each in opcodes if "MMA" in each} == {f"QGMMA.64x{n}x32.F32.E4M3.E4M3" for n in widths}
+    spilled = SPILLS.search(log)
+    assert spilled is not None, log
+    assert spilled[0].startswith("0 bytes stack frame, 0 bytes spill stores, 0 bytes"), log
+    assert not [each for each in opcodes if each.startswith(("LDL", "STL"))]
+    assert "serialized" not in log, log
+    assert sass.unwritten(program) == sass.mixed_descriptors(program) == []
+    (loop,) = (body for body in innermost(program))
+    hold_two_steps(c, [program.code[at].opcode for at in sorted(loop)])
+
+
+def innermost(program: sass.Program) -> list[set[int]]:
+    """The loops with products that hold no other such loop."""
+    every = [
+        body
+        for body in sass.loops(program).values()
+        if any(program.code[at].opcode.startswith("QGMMA") for at in body)
+    ]
+    return [body for body in every if not any(other < body for other in every)]
+
+
+def hold_two_steps(c: Config, opcodes: list[str]) -> None:
+    """The loop has two steps, and computes exp2 only beside products: not between a wait and the next ones."""
+    halves = 1 if c.v_dim <= c.keys else 2
+    assert sum(each.startswith("QGMMA") for each in opcodes) == 2 * (c.dim + halves * c.keys) // 32
+    assert opcodes.count("MUFU.EX2") == 2 * (c.keys // 2 + 2)
+    busy = True  # S of the step before the loop's first
+    for each in opcodes:
+        busy = each != "WARPGROUP.DEPBAR.LE" and (busy or each.startswith("QGMMA"))
+        assert busy or each != "MUFU.EX2"
+
+
+def test_shared_memory_of_two_ctas_and_of_one() -> None:
+    for c in (*CORE, *OTHERS):
+        assert c.ctas_per_sm == (2 if c.groups == 1 else 1)
+        assert c.ctas_per_sm * (c.smem + 1024) <= SMEM_PER_SM
+
+
+@pytest.mark.parametrize("scale", ["head", "block"])
+def test_a_launch_gives_the_kernel_its_maps_and_numbers(monkeypatch: pytest.MonkeyPatch, scale: Any) -> None:
+    """Of packed heads of 80 columns, which tiles of 128 read and write by boxes of 128 bytes."""
+    given: list[Any] = []
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: None)  # the index of a CPU
+    monkeypatch.setattr(hopper_fp8.driver, "enter", lambda index: None)
+    monkeypatch.setattr(hopper_fp8.nvrtc, "loaded", lambda program, c, index: None)
+    monkeypatch.setattr(hopper_fp8, "launch_cuda", lambda *args: given.append(args))
+    q, k, v = (
+        torch.randn(2, heads, length, 80, dtype=torch.float16)
+        for heads, length in ((8, 20), (2, 300), (2, 300))
+    )
+    heads, mask = sk.quantize_heads(q, k, v, scale, rows=192), BlockMask.causal(q_len=20, kv_len=300)
+    p = AttendedFp8(*heads, mask, return_lse=True).problem(H200)
+    c = next(c for c in KERNEL.configs(p) if c.pack == 4 and c.groups == 2 and not c.split)
+    call = AttentionCall(
+        *heads, mask, 1.0, torch.empty(2, 8, 20, 80, dtype=torch.float16), torch.empty(2, 8, 20)
+    )
+    KERNEL.launch(c, KERNEL.prepare(p, c, mask), call)
+    ((_, _, threads, _, _, (of_q, of_k, of_v, of_o, params), owners),) = given
+    assert threads == 384
+    assert (of_q.size, of_q.box, of_q.stride, of_q.outer) == (
+        (80, 4, 20, 2, 2), (128, 4, 16, 1, 1), 1600, (80, 6400, 12800),
+    )  # fmt: skip
+    assert (of_k.size, of_k.box) == ((80, 300, 2, 2), (128, c.keys, 1, 1))
+    assert (of_v.size, of_v.box) == ((304, 80, 2, 2), (c.keys, 128, 1, 1))
+    assert (of_o.dtype, of_o.box) == (torch.float16, (64, 4, 16, 1, 1))
+    assert (params.group, params.kv_len) == (4, 300)
+    assert params.of_k == (2 if scale == "block" else 1)
+    rows = 192 if scale == "block" else hopper_fp8.WHOLE_HEAD
+    for key in (0, 191, 192, 299, 2**29 - 1):
+        assert key // 64 * params.per_k >> 40 == key // rows
+    assert {x.data_ptr() for x in owners} >= {params.tiles, params.q_scale, params.lse, params.v_scale}
 
 
 def test_operands_are_fewer_bytes_than_those_of_bf16() -> None:
