@@ -10,6 +10,7 @@ registrations. Its name does not change with the lines around it, and its text i
 from __future__ import annotations
 
 import ast
+import os.path
 import re
 from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -309,7 +310,8 @@ class Tree:
                 found.add(short)
                 if path.suffix in (".cu", ".cuh", ".h"):
                     text = path.read_text(encoding="utf-8")
-                    waiting += [path.parent / name for name in INCLUDED.findall(text)]
+                    named = (os.path.normpath(path.parent / name) for name in INCLUDED.findall(text))
+                    waiting += map(Path, named)
         return found
 
     def text_of_file(self, path: str) -> str:
