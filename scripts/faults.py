@@ -30,7 +30,8 @@ FOLDERS = ("sparsek/products", "sparsek/attn")
 SHARES = {
     "products/kernels device": 55,
     "products/kernels cuda": 20,
-    "attn/kernels device": 75,
+    "attn/kernels device": 65,
+    "attn/kernels cuda": 10,
     "products/kernels host": 30,
     "attn/kernels host": 30,
     "products/formats host": 30,
