@@ -28,10 +28,10 @@
    rescales its rows to new maxima also brings it to the next unit, so no element is multiplied by a scale.
 
    Two warpgroups take turns at exp2, each warp with the one that shares its quarter of the SM, and pass the turn on
-   after three quarters of it. In phase, each would take twice as long for it, and leave the unit idle otherwise.
+   after three quarters of it. In phase, both would wait for exp2, and leave it idle in the rest of a step.
 
    Bottleneck (docs/notes/attention-fp8.md): a step of 128 x 128 at DIM 128 is 1024 cycles of tensor core and 1024 of
-   exp2, and takes 1,900. Registers: a, b and O fill 192 of 240. What a step reads once lies in shared memory.
+   exp2, and takes 2,230. Registers: a, b and O fill 192 of 240, so what a step reads once lies in shared memory.
 
    Capital names that are not defined here are constants of the compilation: Config.defines in hopper_fp8.py. NVRTC
    compiles this file with hopper_ptx.cu in it. */
@@ -59,6 +59,7 @@ struct Params {
 constexpr int THREADS = 128 * (GROUPS + 1), CTAS = GROUPS == 1 ? 2 : 1;  // of a CTA; of an SM at least
 constexpr int K_WIDE = DIM < 128 ? DIM : 128, PANELS = DIM / K_WIDE;  // bytes of a swizzled row of Q and K; such panels
 constexpr int O_WIDE = V_DIM < 64 ? V_DIM : 64, O_BOXES = V_DIM / O_WIDE;  // columns of a box of O
+constexpr int FACTORS = BY_BLOCK && PACK == 1 ? 1 : 2;  // of scores; one, a uniform register, if each step has its own
 constexpr int SUB = BK / KEYS;                                        // steps of a block
 constexpr int WIDE = KEYS / 2, O_REGS = V_DIM / 2;                    // registers of S and of O
 // P V takes the place of S, the half of its columns if it is wider, with OWN registers for the others; where it is
@@ -74,11 +75,14 @@ constexpr u32 TURN = V_EMPTY + 8 * STAGES, ZERO = TURN + 8 * 4 * GROUPS;
 static_assert(ZERO + 16 <= SMEM_BYTES, "hopper_fp8.py counts shared memory differently");
 static_assert(Q_BYTES % 1024 == 0 && K_BYTES % 1024 == 0 && V_BYTES % 1024 == 0, "swizzled slots");
 static_assert(64 % PACK == 0 && BM % (64 * GROUPS / PACK) == 0 && BK % KEYS == 0, "a tile lies in a block of the mask");
+constexpr bool APART = V_DIM >= KEYS;  // steps without a rule have code without it; else registers do not suffice
 constexpr float PEAK = 8.f;      // P is 2^PEAK times the weight: e4m3 goes to 448, and weights to 2^-17 are not zero
 constexpr float LEAST = 1e-37f;  // of a row's factor: 0 times a score of -inf would be NaN
+constexpr float LOWEST = -1e38f;  // the maximum of a row without a key yet: -inf less it is -inf, not NaN
 constexpr float LN2 = 0.6931471805599453f;
 constexpr int NOWHERE = 1 << 22;  // a block column beyond every key
-constexpr int QUADS = KEYS / 16, PASS_AT = GROUPS == 2 ? QUADS * 3 / 4 : 0;  // 0: no turns
+constexpr int QUADS = KEYS / 8;  // words of P
+constexpr int PASS_AT = GROUPS == 2 ? QUADS * 3 / 4 : 0;  // 0: no turns
 
 #include "../../../products/kernels/spmm/hopper_ptx.cu"
 
@@ -151,6 +155,8 @@ PTX u32 round_four(float a, float b, float c, float d) {
 PTX int thread_now() { int x; asm volatile("mov.u32 %0, %%tid.x;" : "=r"(x)); return x; }
 // In the order in which they stand: ptxas would otherwise move some behind the next wait.
 PTX float exp2_here(float x) { asm volatile("ex2.approx.ftz.f32 %0, %0;" : "+f"(x)); return x; }
+// Nothing, for `yes` is false. ptxas moves no instruction over this loop.
+PTX void stay(bool yes) { while (yes) asm volatile("nanosleep.u32 100;" ::: "memory"); }
 PTX float log2_of(float x) { asm("lg2.approx.f32 %0, %0;" : "+f"(x)); return x; }
 PTX float over(float x, float y) { asm("div.full.f32 %0, %0, %1;" : "+f"(x) : "f"(y)); return x; }
 // The largest of the four threads that share a row, and their sum.
@@ -199,7 +205,7 @@ PTX Tile tile_at(const Params& p, int t) {
 PTX float scale_of_key(const float* scales, i64 per, int key) { return scales[(int)((key >> 6) * per >> 40)]; }
 
 // What brings O from its unit to that of a step with the scale v. A sum in units is less than 2^46 times the largest
-// scale: where v is below 2^-80 of that, O would overflow, so it keeps the unit, P V counts as 0, and this is -1.
+// scale: where v is below 2^-80 of that, O would overflow, so it keeps the unit, P counts as 0, and this is -1.
 PTX float next_unit(float& unit, float& most, float v, bool first) {
   const float before = first ? v : unit;
   most = first ? v : fmaxf(most, v);
@@ -266,14 +272,12 @@ struct Walk {
   int wg, warp;
   bool speaks;  // lane 0, which arrives for its warp
   u32 q;        // the address of Q in a descriptor
-  Rows scale;   // of scores
+  float scale[FACTORS];  // of scores
+  float factor;          // of them without the scale of keys
 };
 
-// Maxima, in base 2; sums of weights; what the newest maxima leave of earlier sums.
+// Maxima less PEAK, in base 2; sums of weights; what the newest maxima leave of earlier sums.
 struct Sums { Rows m, l, kept; };
-
-// What maxima take from scores; without a key yet exp2(-inf - 0) is 0, not NaN.
-PTX float base_of(float m) { return m == NINF ? 0.f : m; }
 
 // Scores of a thread's row h after the rule of a block: only keys from lo to hi.
 PTX void by_bounds(float (&d)[WIDE], int h, const Bounds& row, int first) {
@@ -300,8 +304,8 @@ PTX void by_bits(float (&d)[WIDE], int h, const int* words, int quarter) {
 }
 
 // Maxima of S of step n after its rule; and with them what its exp2 needs.
-template <bool FIRST> PTX void maxima(float (&d)[WIDE], Walk& w, Sums& s, const int* bits, u32 n) {
-  if (n < w.ruled) {
+template <bool FIRST, bool RULED = true> PTX void maxima(float (&d)[WIDE], Walk& w, Sums& s, const int* bits, u32 n) {
+  if (RULED && n < w.ruled) {
     const Block block = get<Block>(step_at(w.smem, n));
     const int thread = thread_now(), quarter = thread % 4;
 #pragma unroll
@@ -317,7 +321,8 @@ template <bool FIRST> PTX void maxima(float (&d)[WIDE], Walk& w, Sums& s, const 
     const float k = get<Scales>(step_at(w.smem, n) + 8).k;
     const u32 row = row_at(w.smem, own_row(thread_now())) + 8;
 #pragma unroll
-    for (int h = 0; h < 2; h++) w.scale.of[h] = fmaxf(get<Row>(row + 128 * h).factor * k, LEAST);
+    for (int h = 0; h < FACTORS; h++)
+      w.scale[h] = fmaxf((FACTORS == 1 ? w.factor : get<Row>(row + 128 * h).factor) * k, LEAST);
   }
 #pragma unroll
   for (int h = 0; h < 2; h++) {
@@ -329,16 +334,16 @@ template <bool FIRST> PTX void maxima(float (&d)[WIDE], Walk& w, Sums& s, const 
       for (int k = 1; k < KEYS / 32; k++)
         top[j] = fmaxf(top[j], fmaxf(d[4 * (j + 4 * k) + 2 * h], d[4 * (j + 4 * k) + 2 * h + 1]));
     }
-    float t = quad_max(fmaxf(fmaxf(top[0], top[1]), fmaxf(top[2], top[3]))) * w.scale.of[h];
-    if (!FIRST) t = fmaxf(t, s.m.of[h]);
-    s.kept.of[h] = FIRST ? 0.f : exp2_of(s.m.of[h] - base_of(t));
-    s.m.of[h] = t;
+    const float t = quad_max(fmaxf(fmaxf(top[0], top[1]), fmaxf(top[2], top[3])));
+    const float m = fmaxf(fmaf(t, w.scale[h % FACTORS], -PEAK), FIRST ? LOWEST : s.m.of[h]);
+    s.kept.of[h] = FIRST ? 0.f : exp2_of(s.m.of[h] - m);
+    s.m.of[h] = m;
   }
 }
 
 // exp2 of S, its sums, and P. Returns 0, which depends on all of exp2: ptxas would move barriers before it.
-PTX u32 exponentials(float (&d)[WIDE], u32 (&p)[QUADS * 2], const Walk& w, Sums& s) {
-  float shift[2] = {base_of(s.m.of[0]) - PEAK, base_of(s.m.of[1]) - PEAK}, sum[2] = {};
+PTX u32 exponentials(float (&d)[WIDE], u32 (&p)[QUADS], const Walk& w, Sums& s) {
+  float shift[2] = {s.m.of[0], s.m.of[1]}, sum[2] = {};
   if (PASS_AT) {
     // Until the other warpgroup's warp has had its turn. Warpgroup 0 begins: at a barrier's phase before its first.
     barrier_wait(w.smem + TURN + 8 * (4 * w.wg + w.warp), (w.n & 1) ^ (1 - w.wg));
@@ -347,19 +352,17 @@ PTX u32 exponentials(float (&d)[WIDE], u32 (&p)[QUADS * 2], const Walk& w, Sums&
   }
   u32 done = 0;
 #pragma unroll
-  for (int g = 0; g < QUADS; g++) {
+  for (int x = 0; x < QUADS; x++) {
+    const int h = x % 2;
+    float e[4];
 #pragma unroll
-    for (int h = 0; h < 2; h++) {
-      float e[4];
-#pragma unroll
-      for (int k = 0; k < 4; k++) {
-        e[k] = exp2_here(fmaf(d[8 * g + 4 * (k / 2) + 2 * h + k % 2], w.scale.of[h], -shift[h]));
-        sum[h] += e[k];
-      }
-      p[2 * g + h] = round_four(e[0], e[1], e[2], e[3]);
+    for (int k = 0; k < 4; k++) {
+      e[k] = exp2_here(fmaf(d[4 * (x - h + k / 2) + 2 * h + k % 2], w.scale[h % FACTORS], -shift[h]));
+      sum[h] += e[k];
     }
-    if (g == QUADS - 1 || g == PASS_AT - 1) done = (__float_as_uint(sum[0]) | __float_as_uint(sum[1])) & w.zero;
-    if (g == PASS_AT - 1 && w.speaks) barrier_arrive(w.smem + TURN + 8 * (4 * (w.wg ^ 1) + w.warp) + done, 0);
+    p[x] = round_four(e[0], e[1], e[2], e[3]);
+    if (x == QUADS - 1 || x == PASS_AT - 1) done = (__float_as_uint(sum[0]) | __float_as_uint(sum[1])) & w.zero;
+    if (x == PASS_AT - 1 && w.speaks) barrier_arrive(w.smem + TURN + 8 * (4 * (w.wg ^ 1) + w.warp) + done, 0);
   }
 #pragma unroll
   for (int h = 0; h < 2; h++) s.l.of[h] = s.l.of[h] * s.kept.of[h] + sum[h];
@@ -380,7 +383,7 @@ PTX void issue_scores(float (&d)[WIDE], const Walk& w, u32 n) {
 }
 
 // P V of step n.
-PTX void issue_values(float (&d)[WIDE], float (&own)[OWN + 1], const u32 (&p)[QUADS * 2], const Walk& w) {
+PTX void issue_values(float (&d)[WIDE], float (&own)[OWN + 1], const u32 (&p)[QUADS], const Walk& w) {
   const u64 v = V_DESC | place(w.smem + V_AT + slot_of(w.n) * V_BYTES);
   wgmma_fence();
 #pragma unroll
@@ -397,42 +400,33 @@ template <int N, int W> PTX void landed(float (&d)[W]) {
   for (int i = 0; i < N; i++) written_until_here(d[i]);
 }
 
-// O = O * alpha + P V, or without P V if its scale is `far` below others.
-PTX void promote(float (&o)[O_REGS], float (&d)[WIDE], float (&own)[OWN + 1], const Rows& alpha, bool far) {
-#pragma unroll
-  for (int j = 0; j < O_REGS; j++) {
-    float& x = j < IN_S ? d[j] : own[j - IN_S];
-    if (BY_BLOCK && far) x = 0.f;
-    o[j] = fmaf(o[j], alpha.of[j / 2 % 2], x);
-  }
-}
-
 // Step n, with its S in a, and that of the next step in b or on its way. LEFT: steps of the tile after it; 2: or more.
-template <int LEFT>
+template <int LEFT, bool RULED = true>
 PTX void step(float (&a)[WIDE], float (&b)[WIDE], float (&own)[OWN + 1], float (&o)[O_REGS], Walk& w, Sums& s,
               const int* bits) {
-  u32 p[QUADS * 2];
+  u32 p[QUADS];
   const u32 slot = slot_of(w.n), done = exponentials(a, p, w, s);
+  const float ratio = BY_BLOCK ? get<Scales>(step_at(w.smem, w.n) + 8).ratio : 1.f;
   barrier_wait(w.smem + V_FULL + 8 * slot + done, phase_of(w.n));  // until V has landed
   if (LEFT > 0) {  // S of the next step had the whole of exp2; two groups in flight would be serialized (C7514)
     wgmma_wait<0>();
     landed<WIDE>(b);
     if (w.speaks) barrier_arrive(w.smem + K_EMPTY + 8 * slot_of(w.n + 1), 0);
   }
-  issue_values(a, own, p, w);
-  Rows alpha = s.kept;
-  bool far = false;
-  if (BY_BLOCK) {
-    const float ratio = get<Scales>(step_at(w.smem, w.n) + 8).ratio;
-    far = ratio < 0.f;
-    alpha.of[0] *= fabsf(ratio), alpha.of[1] *= fabsf(ratio);
+  if (BY_BLOCK) {  // where the scale of V is far below others, P counts as 0
+#pragma unroll
+    for (int j = 0; j < QUADS; j++) p[j] &= ~(u32)((int)__float_as_uint(ratio) >> 31);
   }
-  if (LEFT > 0) maxima<false>(b, w, s, bits, w.n + 1);
+  issue_values(a, own, p, w);
+  if (LEFT == 2 && !RULED) stay(w.n + 1 < w.ruled);  // ptxas would issue some products behind maxima
+  const float alpha[2] = {s.kept.of[0] * fabsf(ratio), s.kept.of[1] * fabsf(ratio)};
+  if (LEFT > 0) maxima<false, RULED>(b, w, s, bits, w.n + 1);
   if (LEFT > 1) barrier_wait(w.smem + K_FULL + 8 * slot_of(w.n + 2), phase_of(w.n + 2));  // until that K has landed
   wgmma_wait<0>();
   landed<IN_S>(a), landed<OWN>(own);
   if (w.speaks) barrier_arrive(w.smem + V_EMPTY + 8 * slot, 0);
-  promote(o, a, own, alpha, far);
+#pragma unroll
+  for (int j = 0; j < O_REGS; j++) o[j] = fmaf(o[j], alpha[j / 2 % 2], j < IN_S ? a[j] : own[j - IN_S]);
   if (LEFT > 1) issue_scores(a, w, w.n + 2);
   w.n++;
 }
@@ -455,9 +449,14 @@ PTX void attended(float (&o)[O_REGS], Walk& w, Sums& s, const int* bits, u32 end
 #pragma unroll
   for (int j = 0; j < O_REGS; j++) o[j] = 0.f;
 #pragma unroll 1
-  while (w.n + 3 < end) {
+  while (w.n + 3 < end && (!APART || w.n + 1 < w.ruled)) {
     step<2>(a, b, own, o, w, s, bits);
     step<2>(b, a, own, o, w, s, bits);
+  }
+#pragma unroll 1
+  while (APART && w.n + 3 < end) {
+    step<2, false>(a, b, own, o, w, s, bits);
+    step<2, false>(b, a, own, o, w, s, bits);
   }
   if (w.n + 3 == end) {
     step<2>(a, b, own, o, w, s, bits);
@@ -466,9 +465,7 @@ PTX void attended(float (&o)[O_REGS], Walk& w, Sums& s, const int* bits, u32 end
   } else if (w.n + 2 == end) {
     step<1>(a, b, own, o, w, s, bits);
     step<0>(b, a, own, o, w, s, bits);
-  } else {
-    step<0>(a, b, own, o, w, s, bits);
-  }
+  } else step<0>(a, b, own, o, w, s, bits);
 }
 
 // Rounds the rows of O, times `divided`, into the warpgroup's boxes [64, O_WIDE] at `stage`, as TMA swizzles them.
@@ -491,6 +488,8 @@ PTX void enter(Walk& w, const Params& p, const Tile& r) {
   const int kv = r.b * (p.heads / p.group) + r.h / p.group;
   const i64 bound = (i64)r.b * p.bound_item + r.h / p.bound_group * p.bound_head;
   w.ruled = w.n + r.masked;
+  if (FACTORS == 1)  // rows beyond the last query have that of the last
+    w.factor = p.q_scale[(r.b * p.heads + r.h) * p.of_q + min(r.pos + 64 * w.wg, p.q_len - 1) / p.q_rows] * p.scale;
 #pragma unroll
   for (int k = 0; k < 2; k++) {
     const int row = first + 8 * k, at = r.pos + row / PACK;
@@ -499,7 +498,7 @@ PTX void enter(Walk& w, const Params& p, const Tile& r) {
     Bounds seen = {0, p.kv_len};
     if (INTERVAL) seen = there ? Bounds{p.lo[bound + at], p.hi[bound + at]} : Bounds{0, 0};
     const Row own = {(there ? *of_row : 1.f) * p.scale, at % BM * (BK / 32)};
-    if (!BY_BLOCK) w.scale.of[k] = fmaxf(own.factor * p.k_scale[kv], LEAST);
+    if (!BY_BLOCK) w.scale[k % FACTORS] = fmaxf(own.factor * p.k_scale[kv], LEAST);
     if (thread % 4 == 0) put(row_at(w.smem, row), seen), put(row_at(w.smem, row) + 8, own);
   }
   __syncwarp();  // until the rows are there for the four threads of each
@@ -511,7 +510,7 @@ PTX Rows finished(const Params& p, const Tile& r, const Sums& s, float unit, int
 #pragma unroll
   for (int k = 0; k < 2; k++) {
     const int row = first + 8 * k, at = r.pos + row / PACK;
-    const float l = quad_sum(s.l.of[k]), lse = l > 0.f ? s.m.of[k] - PEAK + log2_of(l) : NINF;
+    const float l = quad_sum(s.l.of[k]), lse = l > 0.f ? s.m.of[k] + log2_of(l) : NINF;
     divided.of[k] = l > 0.f ? over(unit, l) : 0.f;
     if (quarter) continue;
     if (SPLIT && r.part >= 0) p.part_lse[(i64)r.part * 128 + row] = lse;

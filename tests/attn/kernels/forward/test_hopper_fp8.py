@@ -85,8 +85,13 @@ def test_machine_code(c: Config) -> None:
     assert not [each for each in opcodes if each.startswith(("LDL", "STL"))]
     assert "serialized" not in log, log
     assert sass.unwritten(program) == sass.mixed_descriptors(program) == []
-    (loop,) = (body for body in innermost(program))
-    hold_two_steps(c, [program.code[at].opcode for at in sorted(loop)])
+    loops = [[program.code[at].opcode for at in sorted(body)] for body in innermost(program)]
+    for loop in loops:
+        hold_two_steps(c, loop)
+    *without, ruled = sorted(loops, key=len)
+    assert len(without) == (c.v_dim >= c.keys)
+    assert "FSEL" in ruled
+    assert not any("FSEL" in each for each in without)
 
 
 def innermost(program: sass.Program) -> list[set[int]]:
@@ -100,14 +105,17 @@ def innermost(program: sass.Program) -> list[set[int]]:
 
 
 def hold_two_steps(c: Config, opcodes: list[str]) -> None:
-    """The loop has two steps, and computes exp2 only beside products: not between a wait and the next ones."""
+    """The loop has two steps, and computes exp2 beside products: few between a wait and the next ones, as those of
+    maxima that have moved, and half where the SM's other CTA has products.
+    """
     halves = 1 if c.v_dim <= c.keys else 2
     assert sum(each.startswith("QGMMA") for each in opcodes) == 2 * (c.dim + halves * c.keys) // 32
     assert opcodes.count("MUFU.EX2") == 2 * (c.keys // 2 + 2)
-    busy = True  # S of the step before the loop's first
+    busy, alone = True, 0  # S of the step before the loop's first
     for each in opcodes:
         busy = each != "WARPGROUP.DEPBAR.LE" and (busy or each.startswith("QGMMA"))
-        assert busy or each != "MUFU.EX2"
+        alone += each == "MUFU.EX2" and not busy
+    assert alone <= c.keys // (8 if c.groups == 2 else 2)
 
 
 def test_shared_memory_of_two_ctas_and_of_one() -> None:
