@@ -3,9 +3,9 @@
   same_code.py COMMIT     those that are stale, were fresh at COMMIT, and have the same PTX get today's hash
 
 A device function may gain a branch that only some configs take: the others have the code that was measured. Every
-config that a record has is compiled for sm_90a in both states, without a GPU. Only device functions may differ, those
-of the compiled kernel alone; a record whose kernel differs in anything else, such as a function of a launch before it,
-or cannot be compiled here, stays as it is.
+config that a record has is compiled for sm_90a in both states, without a GPU. Only device functions of the compiled
+kernel alone may differ, and its config's class as far as no value of the config does; a record whose kernel differs in
+anything else, such as a function of a launch before it, or cannot be compiled here, stays as it is.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -29,21 +29,29 @@ sys.path.insert(0, str(ROOT))
 from sparsek.core import env  # noqa: E402
 from sparsek_bench.engine import records, sources  # noqa: E402
 from sparsek_bench.engine.bench import OPS  # noqa: E402
+from tests.engine.launch import hopper_code  # noqa: E402
 
-# Runs in either state: its own kernels, and its own tests' way to compile them. Prints the kernel's function and PTX.
+# Runs in either state: its own kernels, and its own tests' way to compile them. Prints the kernel's function, PTX, and
+# the config's fields and properties.
 COMPILE = """
 import json, sys
 from tests.engine.launch import hopper_code
 source, entry = hopper_code.GluonASTSource, []
 hopper_code.GluonASTSource = lambda kernel, *more, **named: (entry.append(kernel.fn), source(kernel, *more, **named))[1]
 hopper_code._code = lambda kernel, log, reads_sass: kernel.asm["ptx"]
+class Forgetful:
+    get_file, put = lambda *_: None, lambda *_, **__: None
+hopper_code.get_cache_manager = lambda key: Forgetful()
 for line in sys.stdin:
     name, fields, dtype = json.loads(line)
     try:
         config = getattr(hopper_code, name.partition(".")[2]).Config
         given = {key: tuple(value) if isinstance(value, list) else value for key, value in fields.items()}
-        ptx = hopper_code.compiled(config(**given), dtype, False)
-        found = [f"{entry[-1].__module__}:{entry[-1].__qualname__}", ptx]
+        made = config(**given)
+        ptx = hopper_code.compiled(made, dtype, False)
+        values = {key: getattr(made, key) for key in dir(made) if not key.startswith("_")}
+        values = {key: repr(value) for key, value in values.items() if not callable(value)}
+        found = [f"{entry[-1].__module__}:{entry[-1].__qualname__}", ptx, values]
     except Exception as error:
         print(f"{name} is not compiled here: {error!r}", file=sys.stderr)
         found = None
@@ -80,8 +88,9 @@ def keep(kept: list[dict[str, Any]], before: Path) -> int:
         return 0
     old, new = (compiled(root, jobs) for root in (before, ROOT))
     same = {
-        job for job in jobs if job in new and old.get(job) == new[job] and is_alone(job, new[job][0], before)
-    }
+        job for job in jobs if job in old and job in new and are_equal(old[job], new[job])
+        and is_alone(job, new[job].entry, before)
+    }  # fmt: skip
     found = [each for each in wanted if {json.dumps(job) for job in jobs_of(each)} <= same]
     for each in found:
         each["source_hash"] = records.hash_of(each["op"], each["kernel"])
@@ -89,7 +98,7 @@ def keep(kept: list[dict[str, Any]], before: Path) -> int:
 
 
 def may_keep(record: dict[str, Any], before: Path) -> bool:
-    """Whether it is stale, was fresh then, and only device functions of its kernels differ since."""
+    """Whether it is stale, was fresh then, and only device functions and configs of its kernels differ since."""
     kind, kernels = OPS[record["op"]], record["kernel"].split(sources.JOINED)
     if kind.hosted or records.is_fresh(record):
         return False
@@ -98,9 +107,35 @@ def may_keep(record: dict[str, Any], before: Path) -> bool:
         return False
     for name in kernels:
         old, new = (set(sources.counted(name, root)) for root in (then, sources.ROOT))
-        if not all("attr='jit'" in text for _, text in old ^ new):  # of its decorator
+        configs = configs_of(name)
+        # Device functions are known by their decorator.
+        if not all("attr='jit'" in text or key in configs for key, text in old ^ new):
             return False
     return True
+
+
+def configs_of(kernel: str) -> set[str]:
+    """The classes of a kernel's config and their properties, by name; none of kernels that are not compiled here."""
+    module = getattr(hopper_code, kernel.partition(".")[2], None)
+    classes = [] if module is None else module.Config.__mro__
+    own = {
+        f"{each.__name__}.{key}"
+        for each in classes
+        for key in vars(each)
+        if isinstance(vars(each)[key], property)
+    }
+    return own | {each.__name__ for each in classes}
+
+
+def are_equal(old: Compiled, new: Compiled) -> bool:
+    """Whether two states compile one function to the same code, from configs without a value that differs.
+
+    What reads a value that only one of them has is compiled, or is text that must not differ.
+    """
+    both = old.values.keys() & new.values.keys()
+    return (old.entry, old.code) == (new.entry, new.code) and all(
+        old.values[each] == new.values[each] for each in both
+    )
 
 
 def jobs_of(record: dict[str, Any]) -> list[tuple[str, dict[str, Any], str]]:
@@ -118,7 +153,12 @@ def is_alone(job: str, entry: str, before: Path) -> bool:
     name = json.loads(job)[0]
     states = [sources.device_code(name, root) for root in (before / "sparsek", sources.ROOT)]
     texts = [each for _, each in states]
-    changed = {each for each in {*texts[0], *texts[1]} if texts[0].get(each) != texts[1].get(each)}
+    configs = configs_of(name)  # whose values are compared
+    changed = {
+        each
+        for each in {*texts[0], *texts[1]}
+        if texts[0].get(each) != texts[1].get(each) and each.split(":")[1] not in configs
+    }
     for tree, there in states:
         inside = reached(tree, entry)
         others = set[str]().union(*(reached(tree, each) for each in there if each not in inside))
@@ -138,8 +178,16 @@ def reached(tree: Any, name: str) -> set[str]:
     return found
 
 
-def compiled(root: Path, jobs: Sequence[str]) -> dict[str, tuple[str, str]]:
-    """The function of each job's kernel, and a hash of its PTX; not of those that fail."""
+class Compiled(NamedTuple):
+    """The function of a kernel, a hash of its PTX, and the values of its config."""
+
+    entry: str
+    code: str
+    values: dict[str, str]
+
+
+def compiled(root: Path, jobs: Sequence[str]) -> dict[str, Compiled]:
+    """By job; without those that fail."""
     with tempfile.TemporaryDirectory() as cache:
         place = {"PYTHONPATH": str(root), "TRITON_CACHE_DIR": cache}
         done = subprocess.run(
@@ -148,7 +196,7 @@ def compiled(root: Path, jobs: Sequence[str]) -> dict[str, tuple[str, str]]:
         )  # fmt: skip
     lines = [line[6:] for line in done.stdout.splitlines() if line.startswith("found ")]
     pairs = zip(jobs, map(json.loads, lines), strict=True)
-    return {job: (each[0], code_hash(each[1])) for job, each in pairs if each is not None}
+    return {job: Compiled(each[0], code_hash(each[1]), each[2]) for job, each in pairs if each is not None}
 
 
 def code_hash(ptx: str) -> str:

@@ -41,8 +41,9 @@ def test_a_record_whose_config_has_the_same_code_gets_todays_hash(
     )
     monkeypatch.setattr(same_code, "may_keep", lambda record, before: not records.is_fresh(record))
 
-    def compiled(root: Path, jobs: list[str]) -> dict[str, tuple[str, str]]:
-        return {job: ("kernel", f"{root if json.loads(job)[1]['paired'] else ''}") for job in jobs}
+    def compiled(root: Path, jobs: list[str]) -> dict[str, same_code.Compiled]:
+        codes = {job: f"{root if json.loads(job)[1]['paired'] else ''}" for job in jobs}
+        return {job: same_code.Compiled("kernel", code, {}) for job, code in codes.items()}
 
     monkeypatch.setattr(same_code, "compiled", compiled)
     monkeypatch.setattr(same_code, "is_alone", lambda *_: True)
@@ -50,6 +51,13 @@ def test_a_record_whose_config_has_the_same_code_gets_todays_hash(
     assert records.is_fresh(same)
     assert other["source_hash"] == "0" * 16
     assert same_code.keep([same], tmp_path) == 0
+
+
+def test_no_value_of_a_config_may_differ() -> None:
+    first = same_code.Compiled("kernel", "code", {"rows": "128", "itemsize": "2"})
+    assert same_code.are_equal(first, first._replace(values={"rows": "128"}))
+    assert not same_code.are_equal(first, first._replace(values={"rows": "64"}))
+    assert not same_code.are_equal(first, first._replace(code="other"))
 
 
 def test_a_step_has_the_code_of_both_passes(make_record: Any) -> None:
