@@ -53,8 +53,8 @@ FRONT = (
 )
 FRONT_NOTE = (
     "Useful TFLOPS count stored blocks and visible pairs; of 2:4 they are dense-equivalent. Dense is cuBLAS or cuDNN. "
-    "Over the fastest peer: 1.50 means 1.5 times as fast. The roofline is the least time that bandwidth and arithmetic "
-    "allow, at the rates that a copy and cuBLAS sustain on this card."
+    "Over the fastest peer in its record: 1.50 means 1.5 times as fast. The roofline is the least time that bandwidth "
+    "and arithmetic allow, at the rates that a copy and cuBLAS sustain on this card."
 )
 HEADINGS = ("case", MS.heading, SPEEDUP.heading, USEFUL.heading, ROOF.heading, "over the fastest peer")
 

@@ -320,8 +320,7 @@ TABLE = Table(
         "Useful TFLOPS count the pairs that the mask admits, the roofline whole blocks. Dense is cuDNN: causal where "
         "the mask is causal, else with every pair. Over a peer: 1.50 means 1.5 times as fast. FlashAttention-4 "
         "runs on its own layout; FlexAttention with its default options, for blocks of 64 with tiles of 64. "
-        "FlashAttention-3, here for bf16 and full or causal masks, is faster than SparseK on these. Records have "
-        "cuDNN's FlexAttention, FlashInfer and vLLM's FlashAttention-3 too."
+        "Records have cuDNN's FlexAttention, FlashInfer and both builds of FlashAttention-3 too."
     ),
     beside=("fa4", "flex", "cudnn_bsa"),
     usual=("block 128", "16 heads", "D 128", "bf16"),

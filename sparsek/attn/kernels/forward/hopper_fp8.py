@@ -5,8 +5,8 @@ C++, because it holds S of two steps in registers beside O: Triton's compiler co
 compiles it on first use (launch/nvrtc.py).
 
 Limits: heads of at most 256 columns for k and 128 for v; no change of scores; partial blocks by interval or bits. Steps
-have 64 keys in tiles of 64 rows, where two CTAs share the registers of an SM, and where bits meet scales of blocks:
-128 would spill.
+have 64 keys in tiles of 64 rows, where two CTAs share the registers of an SM, and where bits meet scales of blocks and
+V has more than 32 columns: 128 would spill.
 """
 
 from __future__ import annotations

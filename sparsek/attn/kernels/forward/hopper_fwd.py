@@ -323,7 +323,7 @@ class Work(NamedTuple):
 
 
 class HopperAttention:
-    """Implements the Kernel protocol for the device code above, and for that of hopper.attention_fp8."""
+    """Implements the Kernel protocol for the device code above; hopper.attention_fp8 launches another one."""
 
     name = "hopper.attention_fwd"
     _config: type[Any] = Config
