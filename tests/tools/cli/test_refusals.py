@@ -92,7 +92,7 @@ REFUSED = (
     (f"{BACKWARD} --mask diagonal", "no mask is written 'diagonal'"),
     (f"{BACKWARD} --seq 128 --kernel cpu.attention", "no kernel of attention_backward is called 'cpu.attention'"),
     (f"{BACKWARD} --seq 128 --kernel cpu.attention_paged", "was removed: name one of hopper.attention_bwd, "),
-    (f"{BACKWARD} --peers fa3", "no peer is called 'fa3'; did you mean 'fa4'? Known: cudnn, fa4"),
+    (f"{BACKWARD} --peers fa5", "no peer is called 'fa5'; did you mean 'fa4' or 'fa3'? Known: cudnn, fa4"),
     (f"{BACKWARD} --suite sweep", "no suite is called 'sweep'; known: published, train"),
     (f"{BACKWARD} --suite published --any-order", "leave out --deterministic, or leave out --suite"),
     (f"{BACKWARD} --suite published", "published needs a GPU; a CPU would take hours. Give sizes by hand: --seq"),
