@@ -106,25 +106,33 @@ def may_keep(record: dict[str, Any], before: Path) -> bool:
     if record["source_hash"] != sources.source_hash(names, then):
         return False
     for name in kernels:
-        old, new = (set(sources.counted(name, root)) for root in (then, sources.ROOT))
-        configs = configs_of(name)
+        roots, configs = (then, sources.ROOT), configs_of(name)
+        old, new = (set(sources.counted(name, root)) for root in roots)
         # Device functions are known by their decorator.
-        if not all("attr='jit'" in text or key in configs for key, text in old ^ new):
+        may_differ = {
+            (each.partition(":")[2], text)
+            for root in roots
+            for each, text in sources.device_code(name, root)[1].items()
+            if "attr='jit'" in text or each in configs
+        }
+        if not old ^ new <= may_differ:
             return False
     return True
 
 
 def configs_of(kernel: str) -> set[str]:
-    """The classes of a kernel's config and their properties, by name; none of kernels that are not compiled here."""
+    """The classes of a kernel's config and their properties, by module and name; none of kernels that are not compiled
+    here.
+    """
     module = getattr(hopper_code, kernel.partition(".")[2], None)
-    classes = [] if module is None else module.Config.__mro__
-    own = {
-        f"{each.__name__}.{key}"
-        for each in classes
-        for key in vars(each)
-        if isinstance(vars(each)[key], property)
+    classes = {} if module is None else {f"{c.__module__}:{c.__qualname__}": c for c in module.Config.__mro__}
+    properties = {
+        f"{name}.{key}"
+        for name, each in classes.items()
+        for key, member in vars(each).items()
+        if isinstance(member, property)
     }
-    return own | {each.__name__ for each in classes}
+    return properties | classes.keys()
 
 
 def are_equal(old: Compiled, new: Compiled) -> bool:
@@ -157,7 +165,7 @@ def is_alone(job: str, entry: str, before: Path) -> bool:
     changed = {
         each
         for each in {*texts[0], *texts[1]}
-        if texts[0].get(each) != texts[1].get(each) and each.split(":")[1] not in configs
+        if texts[0].get(each) != texts[1].get(each) and each not in configs
     }
     for tree, there in states:
         inside = reached(tree, entry)

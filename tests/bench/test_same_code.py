@@ -76,19 +76,24 @@ def test_only_stale_records_of_unchanged_host_code_are_looked_at(make_record: An
 
 
 @pytest.mark.parametrize(
-    ("file", "old", "alone"),
+    ("file", "old", "new", "kept"),
     [
-        ("bwd_steps.py", "UNROLLED", True),  # of the kernel itself
-        ("delta.py", "tl.sum", False),  # of the launch before it
+        ("backward/bwd_steps.py", "UNROLLED", "UNROLLED_", True),  # of the kernel itself
+        ("backward/delta.py", "tl.sum", "tl.sum_", False),  # of the launch before it
+        ("backward/hopper_bwd.py", "class Config(", "class Config(Own, ", True),  # its own config
+        ("forward/hopper_fwd.py", "class Config(", "class Config(Own, ", False),  # another of that name
     ],
 )
 def test_a_change_outside_of_the_compiled_kernel_is_not_looked_over(
-    tmp_path: Path, file: str, old: str, alone: bool
+    make_record: Any, tmp_path: Path, file: str, old: str, new: str, kept: bool
 ) -> None:
     shutil.copytree(sources.ROOT, tmp_path / "sparsek", ignore=shutil.ignore_patterns("__pycache__", "*.zip"))
-    path = tmp_path / "sparsek" / "attn" / "kernels" / "backward" / file
+    path = tmp_path / "sparsek" / "attn" / "kernels" / file
     text = path.read_text(encoding="utf-8")
     assert old in text
-    path.write_text(text.replace(old, f"{old}_"), encoding="utf-8")
+    path.write_text(text.replace(old, new), encoding="utf-8")
+    then = sources.source_hash("hopper.attention_bwd", tmp_path / "sparsek")
+    record = make_record(CASE, kernel="hopper.attention_bwd", source_hash=then)
+    assert same_code.may_keep(record, tmp_path) == kept
     entry = "sparsek.attn.kernels.backward.hopper_bwd:attention_bwd_kernel"
-    assert same_code.is_alone(json.dumps(["hopper.attention_bwd", {}, "bf16"]), entry, tmp_path) == alone
+    assert same_code.is_alone(json.dumps(["hopper.attention_bwd", {}, "bf16"]), entry, tmp_path) == kept
