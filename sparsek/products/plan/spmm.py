@@ -390,7 +390,9 @@ class SpmmPlan(Plan):
         if spent := rounding_seconds(p):
             inside = getattr(self.choice.kernel, "rounds", False)
             how = "the kernel rounds" if inside else f"{spent * 1e6:.1f} us of it to round"
-            lines.insert(0, f"  rounding   {how} B from {p.b.rounds} to {p.b.dtype}")
+            first = f"; with out= a launch before it does, {spent * 1e6:.1f} us more"
+            more = first if inside and not self.layer else ""
+            lines.insert(0, f"  rounding   {how} B from {p.b.rounds} to {p.b.dtype}{more}")
         return lines
 
     def _product(self, p: SpmmProblem) -> str:

@@ -16,6 +16,7 @@ from sparsek.products.formats.random import random_bsr
 from sparsek.products.kernels.spmm import portable
 from sparsek.products.kernels.spmm.portable import Config
 from sparsek.products.kernels.spmm.portable_skinny_fp8 import TILE
+from sparsek.products.ops.linear import plan_layer
 from sparsek.testing.budget import check_spmm
 from sparsek.testing.poison import poisoned
 from tests.attn.kernels.planned import hold, multiply, problem
@@ -142,7 +143,9 @@ def test_a_plan_rounds_b_first_where_c_may_lie_in_its_memory():
     a = quantize(random_bsr(64, 128, (32, 32), 0.6, dtype=F32, device="cpu", seed=seed()))
     x = spread("row", (128, 6), F16)
     plan = sk.plan_spmm(a, x, kernel=KERNEL.name)
-    assert "the kernel rounds B" in plan.explain()
+    assert "the kernel rounds B from fp16 to e4m3; with out= a launch before it does" in plan.explain()
+    layer = plan_layer(x.mT.contiguous(), a, kernel=KERNEL.name)
+    assert "the kernel rounds B from fp16 to e4m3\n" in layer.explain()
     wanted = multiply(KERNEL, a, rounded(x.mT).mT, out=poisoned((64, 6), F16), config=plan.config)
     assert torch.equal(plan(a, x), wanted)
     into = sk.plan_spmm(a, x, out=x[:64], kernel=KERNEL.name)
