@@ -22,7 +22,7 @@ from sparsek.core.errors import InvalidInput
 from sparsek.core.tracing import is_functorch_wrapped_tensor
 from sparsek.models import stream
 from sparsek.models.config import Float8
-from sparsek.models.layer import parts_of, weights_of
+from sparsek.models.layer import check_finite, parts_of, weights_of
 from sparsek.models.scores import Moments
 from sparsek.models.stream import DENSE, PRUNED, ActivationStore, Stack, Stream, is_in, tensors_in
 from sparsek.nn.experts import PackedLinear
@@ -78,7 +78,7 @@ class Passes:
     ) -> dict[str, Any]:
         """look(name, (weight, bias), moments of its inputs) for layers of the dense model, block by block.
 
-        Of packed experts the mean of what is found for each.
+        Of packed experts the mean of what is found for each. Raises InvalidInput for NaN and Inf.
         """
         found: dict[str, Any] = {}
         for at, stack in enumerate([*self.stacks, Stack("", {"": self.model})]):
@@ -92,8 +92,10 @@ class Passes:
                     for group, calls in self._groups(line, index, block, layers).items():
                         moments = self._moments(line, index, block, block, layers, layers, group, calls, {})
                         for each in group:
-                            parts = zip(parts_of(layers[each]), moments, strict=True)
-                            seen = [look(each, part, one) for part, one in parts if one is not None]
+                            seen = []
+                            for part, one in zip(parts_of(layers[each]), moments, strict=True):
+                                check_finite(each, part[0], one)
+                                seen += [] if one is None else [look(each, part, one)]
                             if seen:
                                 found[each] = seen[0] if len(seen) == 1 else sum(seen) / len(seen)
                     if index + 1 < len(stack.blocks):

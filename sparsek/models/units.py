@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from sparsek.core import dtypes
 from sparsek.models.config import LayerConfig, chosen_by
-from sparsek.models.layer import Live, fitted, keep_of, stored_blocks, weights_of
+from sparsek.models.layer import Live, check_finite, fitted, keep_of, parts_of, stored_blocks, weights_of
 from sparsek.models.obs import choose_columns
 from sparsek.models.scores import Moments
 from sparsek.models.stream import DENSE, Stream
@@ -111,7 +111,14 @@ def free_units(
     groups: Mapping[tuple[str, ...], int],
     configs: Mapping[str, LayerConfig],
 ) -> list[Units]:
-    """The hidden units of a dense block that may be sorted, between layers that store blocks, and not all of them."""
+    """The hidden units of a dense block that may be sorted, between layers that store blocks, and not all of them.
+
+    Raises InvalidInput for a weight with NaN or Inf: units are sorted by their taker, whose inputs then have NaN,
+    before any maker is looked at.
+    """
+    for name in (name for group in groups for name in group):
+        for weight, _ in parts_of(layers[name]):
+            check_finite(name, weight)
     found: list[Units] = []
     before: list[tuple[str, ...]] = []
     for group in groups:

@@ -412,15 +412,17 @@ def test_torch_encoders_run_on_and_computed_weights_stay():
     assert report.skipped[0].why_not.startswith("computes its weight")
 
 
-@pytest.mark.parametrize("where", ["weight", "inputs"])
-def test_nan_is_refused_with_the_name_of_the_layer(where: str):
+@pytest.mark.parametrize("budget", ["uniform", "sensitivity"])
+@pytest.mark.parametrize("where", ["0", "2", "inputs"])
+def test_nan_is_refused_with_the_name_of_the_first_layer(where: str, budget: Any):
     model, x = two_layers()
-    if where == "weight":
-        model[2].weight.data[3, 4] = torch.nan
-    else:
+    if where == "inputs":
         x[5] = torch.inf
-    with pytest.raises(InvalidInput, match=r"^[02]: its weight, or its inputs"):
-        sk.prune(model, HALF, calibration=[x])
+    else:
+        model.get_submodule(where).weight.data[3, 4] = torch.nan
+    named = "[02]" if where == "inputs" else where
+    with pytest.raises(InvalidInput, match=rf"^{named}: its weight, or its inputs"):
+        sk.prune(model, HALF, calibration=[x], budget=budget)
 
 
 def test_under_autocast_the_systems_are_solved_in_full_precision():
