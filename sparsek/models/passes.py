@@ -31,6 +31,8 @@ from sparsek.nn.replace import layer_of
 ELEMENTS = 2**28  # of the moments of packed experts that are held at a time
 PIECE = 2**23  # inputs, or outputs, of the widest layer in a piece of a batch, unless one sequence has more
 SAMPLED = 2**14  # elements of each tensor by which residuals are looked for
+# Of transformers' configs: the tokens in whose places the features of images and videos stand.
+PLACES = ("image_token_id", "image_token_index", "video_token_id", "video_token_index")
 
 
 @dataclass
@@ -65,8 +67,11 @@ class Passes:
         widest = max((max(parts_of(self._layer(name))[0][0].shape) for name in configs), default=1)
         cut = None
         if batches is not None:
-            most = PIECE // widest
-            cut = [pieces_of(each, stream.named(model, each).get("input_ids"), most) for each in batches]
+            most, config = PIECE // widest, getattr(model, "config", None)
+            places = [each for name in PLACES if isinstance(each := getattr(config, name, None), int)]
+            cut = [
+                pieces_of(each, stream.named(model, each).get("input_ids"), most, places) for each in batches
+            ]
         self.batches = None if cut is None else [piece for pieces in cut for piece in pieces]
         self.numbers = [at for at, pieces in enumerate(cut or ()) for _ in pieces]
 
@@ -263,12 +268,15 @@ class Passes:
         return layer_of(self.model, name)
 
 
-def pieces_of(batch: stream.Batch, ids: Any, most: int) -> list[stream.Batch]:
+def pieces_of(batch: stream.Batch, ids: Any, most: int, places: Iterable[Any] = ()) -> list[stream.Batch]:
     """Sequences of a batch of token ids with `most` tokens each, or one: a device holds the activations of a piece.
 
     Tensors with a row for each sequence are cut; those of one row, or of one value for each position, all pieces get. A
     batch with others, with lists or objects, or without ids [sequences, tokens], stays whole: the first dim of a tensor
     without a name may be that of tokens. So does a batch of as many tokens as sequences. `ids`: its input_ids.
+
+    `places`: ids in whose places features of images stand. As many images as sequences may be two of one and none of
+    another, so with images a batch is cut only if each sequence has such ids: then each has one image.
     """
     (args, kwargs), whole = batch, [batch]
     leaves, given = [*args, *kwargs.values()], tensors_in(batch)
@@ -281,6 +289,10 @@ def pieces_of(batch: stream.Batch, ids: Any, most: int) -> list[stream.Batch]:
     shared = {id(x) for x in given if x.ndim == 0 or len(x) == 1 or (x.ndim == 1 and len(x) == tokens)}
     if any((id(x) not in shared and len(x) != count) or (x.ndim > 1 and x.shape[1] == count) for x in given):
         return whole
+    if places and any(x.ndim > 3 and x.is_floating_point() and id(x) not in shared for x in given):
+        having = [found for found in ((ids == each).any(1) for each in places) if bool(found.any())]
+        if not having or not all(bool(found.all()) for found in having):
+            return whole
 
     def part(leaf: Any, at: int) -> Any:
         return leaf[at : at + each] if isinstance(leaf, Tensor) and id(leaf) not in shared else leaf

@@ -323,6 +323,62 @@ def test_what_is_cut_with_the_sequences_of_a_batch():
         assert whole == (args, kwargs)
 
 
+@pytest.mark.parametrize(
+    ("images", "videos", "count"),
+    [
+        ((0, 1, 2, 3, 4), (), 3),
+        ((0, 0, 2, 3, 4), (), 1),  # two of the first sequence, none of the second
+        ((), (), 1),
+        ((0, 1, 2, 3, 4), (0, 1, 2, 3, 4), 3),
+        ((0, 1, 2, 3, 4), (0, 1), 1),
+    ],
+)
+def test_sequences_are_cut_from_their_images_only_where_each_has_one(images: Any, videos: Any, count: int):
+    ids, shown = torch.arange(10, 50).view(5, 8), torch.randn(5, 3, 4, 4)
+    for at, rows in enumerate((images, videos)):
+        for column, row in enumerate(rows):
+            ids[row, column] = at
+    batch = ((), {"input_ids": ids, "pixel_values": shown})
+    pieces = passes.pieces_of(batch, ids, 20, {0, 1})
+    assert len(pieces) == count
+    assert torch.equal(torch.cat([each["pixel_values"] for _, each in pieces]), shown)
+    assert len(passes.pieces_of(((), {"input_ids": ids}), ids, 20, {0, 1})) == 3  # without images
+    assert len(passes.pieces_of(batch, ids, 20)) == 3  # one for each, as no ids are known for images
+
+
+class Seeing(nn.Module):
+    """Features of all images, in their order, stand in the places of token 0."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.config = SimpleNamespace(image_token_id=0)
+        self.embed, self.see = nn.Embedding(50, 32), nn.Linear(48, 32)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(32, 32), nn.Tanh()) for _ in range(2))
+        self.seen: list[int] = []
+
+    def forward(self, input_ids: Tensor, pixel_values: Tensor) -> Tensor:
+        self.seen.append(len(input_ids))
+        x = self.embed(input_ids)
+        x[input_ids == 0] = self.see(pixel_values.flatten(1))
+        for block in self.blocks:
+            x = x + block(x)
+        return x
+
+
+@pytest.mark.parametrize(("rows", "size"), [((0, 1, 2, 3), 2), ((0, 0, 2, 3), 4)])
+def test_a_model_has_the_images_of_the_sequences_that_it_is_given(
+    rows: Any, size: int, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(passes, "PIECE", 2 * 8 * 32)
+    model, ids = Seeing(), torch.randint(1, 50, (4, 8))
+    ids[list(rows), list(range(4))] = 0
+    batch = {"input_ids": ids, "pixel_values": torch.randn(4, 3, 4, 4)}
+    report = sk.prune(model, sk.BlockSparse(16, 0.5), calibration=[batch])
+    assert len(report.replaced) == 2
+    assert set(model.seen) == {size}
+
+
 class Loop(nn.Module):
     """The same blocks in several rounds, more of them for a larger x."""
 
