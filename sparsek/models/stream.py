@@ -315,7 +315,8 @@ def named(model: nn.Module, batch: Batch) -> dict[str, Any]:
     """The arguments of a batch by name: those given by place, too, as far as the model's forward has names for them."""
     args, kwargs = batch
     kinds = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
-    parameters = inspect.signature(model.forward).parameters.items()
+    forward = getattr(model, "_orig_mod", model).forward  # of a compiled model that of what was compiled
+    parameters = inspect.signature(forward).parameters.items()
     names = [name for name, each in parameters if each.kind in kinds]
     return {**dict(zip(names, args, strict=False)), **kwargs}
 

@@ -4,7 +4,7 @@ import copy
 import importlib
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -344,6 +344,16 @@ def test_sequences_are_cut_from_their_images_only_where_each_has_one(images: Any
     assert torch.equal(torch.cat([each["pixel_values"] for _, each in pieces]), shown)
     assert len(passes.pieces_of(((), {"input_ids": ids}), ids, 20, {0, 1})) == 3  # without images
     assert len(passes.pieces_of(batch, ids, 20)) == 3  # one for each, as no ids are known for images
+
+
+def test_a_compiled_model_has_the_mask_that_is_given_by_place():
+    class Masked(nn.Module):
+        def forward(self, x: Tensor, attention_mask: Tensor) -> Tensor:
+            return x
+
+    x, mask = torch.ones(2, 3, 4), torch.ones(2, 3)
+    (found,) = stream.padding_of(cast(Any, torch.compile(Masked(), backend="eager")), ((x, mask), {}))
+    assert found is mask
 
 
 class Seeing(nn.Module):
