@@ -1,6 +1,7 @@
 """What a user would pick instead of `sk.attention` of q, k and v in FP8: rounded to e4m3 before any time, as ours are.
 
-FlashAttention-3 gets the same values and scales. The block-sparse kernels of cuDNN frontend and FlashInfer have
+FlashAttention-3 gets the same values and scales, and v by rows: its kernel transposes v as it goes, so within its time,
+where `quantize_heads` has done it before ours. The block-sparse kernels of cuDNN frontend and FlashInfer have
 SageAttention's scales: one for each token of q, for each 16 keys and for each column of v. They round q, k and v
 themselves. Their results are judged as the attention of what they rounded to.
 """

@@ -88,7 +88,7 @@ FP8_TABLE = replace(
         "q, k and v are quantized to E4M3 before they are timed, with a float32 scale for each head, or for each block "
         "of 128 rows; out is bf16. Useful TFLOPS count the pairs that the mask admits, the roofline whole blocks. "
         "Dense is cuDNN in bf16: causal where the mask is causal, else with every pair. A target is over SparseK in "
-        "bf16."
+        "bf16. v is transposed before, as quantize_heads does; FlashAttention-3, in the records, does it in its kernel."
     ),
     beside=("bf16",),
     kernels=HOPPER,
