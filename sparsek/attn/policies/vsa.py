@@ -113,11 +113,13 @@ class VSA(Policy):
         else:
             means = averaged(block_mass(found, scores), v, self.sides[1], kv_lengths)
         gate = None if gate is None else checked_gate(gate, sparse)
-        return only(with_coarse(sparse, means, gate, self.sides[0]), self.sides[0], q_lengths)
+        return with_coarse(sparse, means, gate, self.sides[0], q_lengths)
 
 
-def with_coarse(sparse: Tensor, means: Tensor, gate: Tensor | None, side: int) -> Tensor:
-    """gate * means + sparse, where means [B, Hq, Mb, Dv], float32, are for `side` queries each.
+def with_coarse(
+    sparse: Tensor, means: Tensor, gate: Tensor | None, side: int, lengths: Tensor | None = None
+) -> Tensor:
+    """gate * means + sparse, where means [B, Hq, Mb, Dv], float32, are for `side` queries each; 0 after `lengths`.
 
     Without gradients on a GPU it is written to `sparse` [B, Hq, S, Dv], whose memory must be its own.
     """
@@ -125,8 +127,8 @@ def with_coarse(sparse: Tensor, means: Tensor, gate: Tensor | None, side: int) -
     by_kernel = kernels("coarse", sparse) if usable else None
     if by_kernel is None or wants_gradient(sparse, means, gate):
         spread = means.to(sparse.dtype).repeat_interleave(side, 2)[:, :, : sparse.shape[2]]
-        return sparse + (spread if gate is None else gate * spread)
-    by_kernel.add_means(sparse, means, gate, side)
+        return only(sparse + (spread if gate is None else gate * spread), side, lengths)
+    by_kernel.add_means(sparse, means, gate, side, lengths)
     return sparse
 
 

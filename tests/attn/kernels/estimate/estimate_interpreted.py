@@ -118,10 +118,19 @@ def test_means_have_gradients(lengths: Tensor | None) -> None:
 
 
 @pytest.mark.parametrize("gated", [False, True])
-def test_vsa_adds_means_in_place(gated: bool) -> None:
+@pytest.mark.parametrize("sizes", [None, [[64, 5, 0]], [[0, 64, 22], [7, -1, 64]]])
+def test_vsa_adds_means_in_place(gated: bool, sizes: list[list[int]] | None) -> None:
+    """Rows after the lengths of their tile become 0, whatever they held."""
     out = normal(2, 2, 150, 24, seed=2).transpose(1, 2).contiguous().transpose(1, 2)
     gate = normal(2, 150, 1, seed=3) if gated else None
     means = torch.randn(2, 2, 3, 24, generator=torch.Generator().manual_seed(4))
     wanted = out + means.repeat_interleave(64, 2)[:, :, :150] * (1 if gate is None else gate)
-    add_means(out, means, gate, 64)
+    lengths = None
+    if sizes is not None:
+        row = torch.arange(150)
+        lengths = torch.tensor(sizes, dtype=torch.int32).mT.contiguous().mT
+        after = (row % 64 >= lengths[:, row // 64])[:, None, :, None]
+        out.masked_fill_(after, torch.nan)
+        wanted = wanted.masked_fill(after, 0)
+    add_means(out, means, gate, 64, lengths)
     torch.testing.assert_close(out, wanted.half(), rtol=1e-3, atol=1e-3)

@@ -122,7 +122,7 @@ def test_maps_and_masses_compile(within: bool, causal: bool) -> None:
 
 
 def test_vsa_moves_16_bytes_at_once() -> None:
-    types = {"out": "*bf16", "gate": "*bf16", "means": "*fp32"}
+    types = {"out": "*bf16", "gate": "*bf16", "means": "*fp32", "lengths": "*i32"}
     constants: dict[str, Any] = {"so_d": 1, "sg_d": 1, "SIDE": 64, "DV": 128, "ROWS": coarse.ROWS}
     code = compiled(coarse._add, types, constants, CARDS["sm_90"], coarse.WARPS, 3)
     assert code.stack == 0
