@@ -362,10 +362,11 @@ class PortableSpmm:
 
     def seconds(self, p: SpmmProblem, c: Config) -> float:
         """Launch + the longer of two: arithmetic at a rate per tile_m (masked rows, masked columns and idle SMs
-        count), with 1.5 us to begin and end each wave of tiles; the longest block row in one program, which has an SM
-        to itself or, among many, a third of one (5000x7000x3000, Zipf, blocks of 64: 181 us, H200, 2026-11-30). At
-        least the compulsory bytes at 80 % of copy bandwidth. Rates fit the H200 times of 2026-11-20 above. For N up to
-        64, the range of portable.spmm_skinny, a guess: 60 % of that bandwidth, and 1.5 us until the first bytes arrive.
+        count), with 1.5 us to begin and end each wave of tiles; the longest block row in one program, which shares its
+        SM with two others while there are any (Zipf rows in blocks of 64 and 128, 39 to 242 us: within 12 %, H200,
+        2026-11-30). At least the compulsory bytes at 80 % of copy bandwidth. Rates fit the H200 times of 2026-11-20
+        above. For N up to 64, the range of portable.spmm_skinny, a guess: 60 % of that bandwidth, and 1.5 us until the
+        first bytes arrive.
         """
         down, along = tiles(p, c)
         if p.on_cpu:  # the interpreter: about a millisecond per program and step
@@ -379,12 +380,12 @@ class PortableSpmm:
         slices = -(-p.block[0] // c.tile_m)
         busy = max(1, min(p.card.sm_count, down * along)) / p.card.sm_count
         waves = 1.2e-6 * -(-down * along // p.card.sm_count)
-        arithmetic = waves + tile * slices * p.nnzb * along / (rate * busy)
-        beside_it = min(3.0, max(1.0, down * along / p.card.sm_count))
-        longest = 1.2e-6 + tile * p.row_long * beside_it / (rate / p.card.sm_count)
+        spread = tile * slices * p.nnzb * along / (rate * busy)
+        alone = tile * p.row_long / (rate / p.card.sm_count)
+        longest = 1.2e-6 + min(3 * alone, 1.2 * (alone + spread))
         first, share = (1.5e-6, 0.6) if p.n <= 64 else (0.0, 0.8)
         moved = first + p.compulsory_bytes / (share * p.card.bandwidth)
-        return TRITON_LAUNCHES * p.card.launch_seconds + beside(max(arithmetic, longest), moved)
+        return TRITON_LAUNCHES * p.card.launch_seconds + beside(max(waves + spread, longest), moved)
 
     def prepare(self, p: SpmmProblem, c: Config, a: Any) -> Work:
         """Block rows, their first stored blocks and lengths, longest first; on A's device, without a sync."""
