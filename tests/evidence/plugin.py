@@ -51,6 +51,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if hasattr(config, "workerinput"):
         config.pluginmanager.register(Worker(config))
         config.pluginmanager.register(Deadline())
+        config.pluginmanager.register(Context())
         if trace.current:
             config.pluginmanager.register(Traced(trace.current))
             sys.path.insert(
@@ -80,7 +81,12 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
                 self.unit_of = {test: str(number) for number, unit in enumerate(units) for test in unit}
                 for number in range(len(units)):  # the scheduler fills its queue without changing this order
                     self.workqueue[str(number)] = {}
+            again = self.collection is not None
             super().schedule()
+            if (
+                again
+            ):  # a new worker gets a second unit, as at first: a test waits until the next one is known
+                super().schedule()
 
         def _split_scope(self, nodeid: str) -> str:
             return self.unit_of[nodeid]
@@ -343,6 +349,31 @@ class Deadline:
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> bool | None:
         return True if self.passed() else None
+
+
+class Context:
+    """Ends a worker whose CUDA context is lost, so that the test which lost it is red and those after it are not."""
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_protocol(self) -> Iterator[Any]:
+        done = yield
+        if lost():
+            os._exit(1)
+        return done
+
+
+def lost() -> bool:
+    """Whether a kernel's fault has ended this process' CUDA context: every call then raises, not the next one alone."""
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_initialized():
+        return False
+    for _ in range(2):
+        try:
+            torch.cuda.synchronize()
+            return False
+        except RuntimeError:
+            pass
+    return True
 
 
 class Traced:

@@ -171,6 +171,41 @@ def test_a_red_run(tmp_path: Path) -> None:
     assert len(failed["tests/test_red.py::test_fails"]["text"]) == 4000
 
 
+LOSES = """
+import os, pytest
+@pytest.mark.gpu
+@pytest.mark.parametrize("n", range(6))
+def test_in_order(n):
+    assert "LOST" not in os.environ
+    if n == 2: os.environ["LOST"] = "1"
+"""
+
+
+def test_a_worker_that_lost_its_context_ends_with_its_test(tmp_path: Path) -> None:
+    folder = project(tmp_path, loses=LOSES)
+    with (folder / "conftest.py").open("a") as file:
+        file.write("import os\nplugin.lost = lambda: 'LOST' in os.environ\n")
+    output = start(folder).communicate()[0].decode()
+    found = written(folder)
+    assert found["counts"] == {"tests": 6, "passed": 5, "failed": 1, "skipped": 0, "unrun": 0}, output
+    assert {each["test"] for each in found["failed"]} == {"tests/test_loses.py::test_in_order[2]"}
+
+
+def test_a_context_is_lost_where_calls_keep_failing(monkeypatch: pytest.MonkeyPatch) -> None:
+    failures = [RuntimeError("of a launch before")]
+
+    def synchronize() -> None:
+        if failures:
+            raise failures.pop()
+
+    monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
+    assert not plugin.lost()  # no context
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    assert not plugin.lost()
+    failures += [RuntimeError("an illegal memory access was encountered")] * 2
+    assert plugin.lost()
+
+
 def test_files_that_time_cuts_are_left_out_and_others_are_evidence(tmp_path: Path) -> None:
     cut = "import pathlib, pytest\npytestmark = pytest.mark.gpu\n"
     cut += "def test_first(): pathlib.Path('late').touch()\ndef test_second(): raise AssertionError\n"
