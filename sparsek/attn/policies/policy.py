@@ -112,7 +112,7 @@ class Policy(MaskRule):
             q_offset: The position of the first query among the keys; T - S by default: the last query stands at the
                 last key.
             kv_lengths: int32 or int64 [Nb] or [1 or B, Nb]: the keys that exist of each block, its first ones, for
-                sequences padded block by block. Others are neither read nor seen. None: all up to T.
+                sequences padded block by block. Others are not seen, and must be finite. None: all up to T.
 
         Raises:
             InvalidInput: For q and k that do not fit together, and for lengths of another shape, dtype or device.

@@ -99,10 +99,13 @@ class VSA(Policy):
         factor, traced = checked_scale(scale, q.shape[3]), torch.compiler.is_compiling() or watched(q)
         if gate is not None:
             arguments.dense_beside("gate", gate, "q", q)
+        if not q.shape[0]:
+            return attention(q, k, v, scale=scale)
         learns = traced or wants_gradient(q, k, v, gate)
+        if learns:  # whatever those rows hold, no gradient of k or v is of it
+            q = only(q, self.sides[0], q_lengths)
         if traced:
-            there = only(q, self.sides[0], q_lengths)
-            mask = self.mask(there, k, scale=scale, kv_lengths=kv_lengths)
+            mask = self.mask(q, k, scale=scale, kv_lengths=kv_lengths)
         else:
             found = given(self.block, q, k, scale, None, kv_lengths)
             scores = block_scores(found, q_lengths=q_lengths)

@@ -83,6 +83,15 @@ def test_gradients_in_rows_after_a_tile_go_nowhere() -> None:
         assert not (one * ~there).any()
 
 
+def test_nan_after_a_tile_is_in_no_gradient() -> None:
+    q, k, v = (normal(1, 2, 128, 8, seed=seed) for seed in range(3))
+    lengths = torch.tensor([64, 30], dtype=torch.int32)
+    leaves = [x.requires_grad_() for x in (q.index_fill(2, torch.arange(94, 128), torch.nan), k, v)]
+    found = torch.autograd.grad(policies.VSA(topk=1).attention(*leaves, q_lengths=lengths).sum(), leaves)
+    assert all(each.isfinite().all() for each in found)
+    assert not found[0][:, :, 94:].any()
+
+
 @pytest.mark.parametrize("learns", [False, True])
 @pytest.mark.parametrize("side", [64, (64, 128), 128])
 def test_rows_after_a_tile_are_0(side: int | tuple[int, int], learns: bool) -> None:
@@ -103,6 +112,7 @@ def test_no_queries_and_no_keys_give_nothing(lengths: tuple[int, int], learns: b
     out = policies.VSA(topk=2).attention(q, k, k)
     assert out.shape == q.shape
     assert not out.any()
+    assert policies.VSA(topk=2).attention(q[:0], k[:0], k[:0]).shape == q[:0].shape
 
 
 def test_a_gate_may_be_one_number_per_head() -> None:
