@@ -125,7 +125,7 @@ def updated(
     if moments is not None and (follow or method == "obs"):
         fit = fitted(name, wide, bias, moments, follow)
     else:
-        check_finite(name, w, moments)
+        check_finite(name, w, bias, moments)
     if live is None or fit is None:
         return select(wide, config, method, moments, fit, follow), fit
     rows, columns = live
@@ -141,14 +141,15 @@ def updated(
 
 def fitted(name: str, w: Tensor, bias: Tensor | None, moments: Moments, follow: bool) -> Quadratic:
     """The error of a layer as a quadratic; raises InvalidInput for NaN and Inf."""
-    check_finite(name, w, moments)
+    check_finite(name, w, bias, moments)
     return quadratic(w.to(scores.solver_dtype(w.shape[1])), bias, moments, name, follow)
 
 
-def check_finite(name: str, w: Tensor, moments: Moments | None = None) -> None:
-    """InvalidInput for NaN and Inf in a layer's weight, or in the moments of its inputs."""
-    if not bool(w.isfinite().all() & (moments is None or moments.h.isfinite().all())):
-        raise InvalidInput(f"{name}: its weight, or its inputs on the calibration, have NaN or Inf")
+def check_finite(name: str, w: Tensor, bias: Tensor | None, moments: Moments | None = None) -> None:
+    """InvalidInput for NaN and Inf in a layer's weight or bias, or in the moments of its inputs."""
+    parts = (w, bias, None if moments is None else moments.h)
+    if not all(bool(each.isfinite().all()) for each in parts if each is not None):
+        raise InvalidInput(f"{name}: its weight, its bias, or its inputs on the calibration, have NaN or Inf")
 
 
 def _spread(part: Tensor, live: Live, shape: torch.Size) -> Tensor:

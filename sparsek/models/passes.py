@@ -31,8 +31,8 @@ from sparsek.nn.replace import layer_of
 ELEMENTS = 2**28  # of the moments of packed experts that are held at a time
 PIECE = 2**23  # inputs, or outputs, of the widest layer in a piece of a batch, unless one sequence has more
 SAMPLED = 2**14  # elements of each tensor by which residuals are looked for
-# Of transformers' configs: the tokens in whose places the features of images and videos stand.
-PLACES = ("image_token_id", "image_token_index", "video_token_id", "video_token_index")
+# Of transformers' configs: the tokens in whose places the features of images, videos and sound stand.
+PLACES = tuple(f"{what}_token_{by}" for what in ("image", "video", "audio") for by in ("id", "index"))
 
 
 @dataclass
@@ -99,7 +99,7 @@ class Passes:
                         for each in group:
                             seen = []
                             for part, one in zip(parts_of(layers[each]), moments, strict=True):
-                                check_finite(each, part[0], one)
+                                check_finite(each, *part, one)
                                 seen += [] if one is None else [look(each, part, one)]
                             if seen:
                                 found[each] = seen[0] if len(seen) == 1 else sum(seen) / len(seen)
@@ -275,8 +275,8 @@ def pieces_of(batch: stream.Batch, ids: Any, most: int, places: Iterable[Any] = 
     batch with others, with lists or objects, or without ids [sequences, tokens], stays whole: the first dim of a tensor
     without a name may be that of tokens. So does a batch of as many tokens as sequences. `ids`: its input_ids.
 
-    `places`: ids in whose places features of images stand. As many images as sequences may be two of one and none of
-    another, so with images a batch is cut only if each sequence has such ids: then each has one image.
+    `places`: ids in whose places features of images or sound stand. As many images as sequences may be two of one and
+    none of another, so with such features a batch is cut only if each sequence has such ids: then each has one image.
     """
     (args, kwargs), whole = batch, [batch]
     leaves, given = [*args, *kwargs.values()], tensors_in(batch)
@@ -289,9 +289,14 @@ def pieces_of(batch: stream.Batch, ids: Any, most: int, places: Iterable[Any] = 
     shared = {id(x) for x in given if x.ndim == 0 or len(x) == 1 or (x.ndim == 1 and len(x) == tokens)}
     if any((id(x) not in shared and len(x) != count) or (x.ndim > 1 and x.shape[1] == count) for x in given):
         return whole
-    if places and any(x.ndim > 3 and x.is_floating_point() and id(x) not in shared for x in given):
+    features = [x for x in given if x.ndim > 2 and x.is_floating_point() and not _is_mask(x, tokens)]
+    if features:
         having = [found for found in ((ids == each).any(1) for each in places) if bool(found.any())]
-        if not having or not all(bool(found.all()) for found in having):
+        if (
+            not having
+            or not all(bool(found.all()) for found in having)
+            or any(id(x) in shared for x in features)
+        ):
             return whole
 
     def part(leaf: Any, at: int) -> Any:
@@ -301,6 +306,11 @@ def pieces_of(batch: stream.Batch, ids: Any, most: int, places: Iterable[Any] = 
         (tuple(part(leaf, at) for leaf in args), {name: part(leaf, at) for name, leaf in kwargs.items()})
         for at in range(0, count, each)
     ]
+
+
+def _is_mask(x: Tensor, tokens: int) -> bool:
+    """Whether a tensor has a number for each pair of so many positions, or for each position."""
+    return x.shape[-1] == tokens and x.shape[-2] in (1, tokens)
 
 
 def groups_of(layers: Mapping[str, nn.Module], run: Callable[[], Any]) -> dict[tuple[str, ...], int]:
@@ -530,7 +540,10 @@ def restored(layers: Iterable[Any]) -> Iterator[list[Any]]:
 
 @contextmanager
 def evaluated(model: nn.Module) -> Iterator[None]:
-    """The model in eval mode, without a cache of keys; afterwards as it was, by the names of its modules."""
+    """The model in eval mode, without a cache of keys; afterwards as it was, by the names of its modules.
+
+    What is compiled runs as it is written: compiled blocks call no hooks.
+    """
     modes = {name: module.training for name, module in model.named_modules()}
     config = getattr(model, "config", None)
     cached = getattr(config, "use_cache", None)
@@ -538,7 +551,8 @@ def evaluated(model: nn.Module) -> Iterator[None]:
     if cached:
         config.use_cache = False  # type: ignore[union-attr]
     try:
-        yield
+        with torch.compiler.set_stance("force_eager"):
+            yield
     finally:
         if cached:
             config.use_cache = cached  # type: ignore[union-attr]

@@ -117,8 +117,8 @@ def free_units(
     before any maker is looked at.
     """
     for name in (name for group in groups for name in group):
-        for weight, _ in parts_of(layers[name]):
-            check_finite(name, weight)
+        for part in parts_of(layers[name]):
+            check_finite(name, *part)
     found: list[Units] = []
     before: list[tuple[str, ...]] = []
     for group in groups:

@@ -221,6 +221,23 @@ def test_tensors_that_are_written_to_are_those_of_the_call(case: str, options: A
     assert found[0][1][:1] == pytest.approx(found[1][1][:1], rel=1e-4)
 
 
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_compiled_blocks_are_pruned_as_they_are_written(wrapped: bool):
+    def run(own: Any, x: Tensor) -> Tensor:
+        return x + own.b(own.a(x).relu())
+
+    plain, made = model(run), model(run)
+    wanted = sk.prune(plain, HALF, calibration=data())
+    for at, block in enumerate(made):
+        if wrapped:
+            made[at] = torch.compile(block, backend="eager")
+        else:
+            block.compile(backend="eager")
+    found = sk.prune(made, HALF, calibration=data())
+    assert [row.why for row in found.replaced] == [""] * len(wanted.replaced)
+    assert [row.error_after for row in found.replaced] == [row.error_after for row in wanted.replaced]
+
+
 def test_layers_called_in_a_transform_are_refused():
     made = model(lambda own, x: x + torch.func.vmap(own.a)(x))
     with pytest.raises(InvalidInput, match=r"0\.a is called in a transform of torch\.func"):

@@ -413,15 +413,15 @@ def test_torch_encoders_run_on_and_computed_weights_stay():
 
 
 @pytest.mark.parametrize("budget", ["uniform", "sensitivity"])
-@pytest.mark.parametrize("where", ["0", "2", "inputs"])
+@pytest.mark.parametrize("where", ["0.weight", "2.weight", "0.bias", "inputs"])
 def test_nan_is_refused_with_the_name_of_the_first_layer(where: str, budget: Any):
     model, x = two_layers()
     if where == "inputs":
         x[5] = torch.inf
     else:
-        model.get_submodule(where).weight.data[3, 4] = torch.nan
-    named = "[02]" if where == "inputs" else where
-    with pytest.raises(InvalidInput, match=rf"^{named}: its weight, or its inputs"):
+        model.get_parameter(where).data[3] = torch.nan
+    named = "[02]" if where == "inputs" else where[0]
+    with pytest.raises(InvalidInput, match=rf"^{named}: its weight, its bias, or its inputs"):
         sk.prune(model, HALF, calibration=[x], budget=budget)
 
 

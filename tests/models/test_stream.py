@@ -343,7 +343,21 @@ def test_sequences_are_cut_from_their_images_only_where_each_has_one(images: Any
     assert len(pieces) == count
     assert torch.equal(torch.cat([each["pixel_values"] for _, each in pieces]), shown)
     assert len(passes.pieces_of(((), {"input_ids": ids}), ids, 20, {0, 1})) == 3  # without images
-    assert len(passes.pieces_of(batch, ids, 20)) == 3  # one for each, as no ids are known for images
+    assert len(passes.pieces_of(batch, ids, 20)) == 1  # no ids are known for images
+
+
+@pytest.mark.parametrize("shape", [(1, 3, 4, 4), (5, 16, 24)], ids=["an image", "sound"])
+def test_features_that_may_not_be_of_each_sequence_keep_the_batch_whole(shape: tuple[int, ...]):
+    ids, shown = torch.arange(10, 50).view(5, 8), torch.randn(shape)
+    ids[2, 3] = 0
+    (whole,) = passes.pieces_of(((), {"input_ids": ids, "features": shown}), ids, 20, {0})
+    assert whole[1]["input_ids"] is ids
+    masks = {
+        "attention_mask": torch.zeros(5, 1, 8, 8),
+        "causal": torch.zeros(1, 1, 8),
+        "bias": torch.zeros(5, 1, 8),
+    }
+    assert len(passes.pieces_of(((), {"input_ids": ids, **masks}), ids, 20, {0})) == 3
 
 
 def test_a_compiled_model_has_the_mask_that_is_given_by_place():
