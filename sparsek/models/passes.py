@@ -6,7 +6,7 @@ import inspect
 import zlib
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -539,10 +539,10 @@ def restored(layers: Iterable[Any]) -> Iterator[list[Any]]:
 
 
 @contextmanager
-def evaluated(model: nn.Module) -> Iterator[None]:
+def evaluated(model: nn.Module, *, compiled: bool = False) -> Iterator[None]:
     """The model in eval mode, without a cache of keys; afterwards as it was, by the names of its modules.
 
-    What is compiled runs as it is written: compiled blocks call no hooks.
+    What is compiled runs as it is written, because compiled blocks call no hooks; or `compiled`, to be timed.
     """
     modes = {name: module.training for name, module in model.named_modules()}
     config = getattr(model, "config", None)
@@ -551,7 +551,7 @@ def evaluated(model: nn.Module) -> Iterator[None]:
     if cached:
         config.use_cache = False  # type: ignore[union-attr]
     try:
-        with torch.compiler.set_stance("force_eager"):
+        with nullcontext() if compiled else torch.compiler.set_stance("force_eager"):
             yield
     finally:
         if cached:

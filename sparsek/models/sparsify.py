@@ -178,7 +178,7 @@ def _measured(report: ModelReport, model: nn.Module, made: Mapping[str, Any], ba
         x = quality.inputs_of(dense, single, batch)
     before = swap(model, made)
     try:
-        with quality.evaluated(dense), quality.evaluated(model):
+        with quality.evaluated(dense, compiled=True), quality.evaluated(model, compiled=True):
             times = quality.seconds_of(dense, model, batch)
             found = {
                 name: quality.seconds_of(old[name], made[name], ((each,), {})) for name, each in x.items()

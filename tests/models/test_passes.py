@@ -238,6 +238,20 @@ def test_compiled_blocks_are_pruned_as_they_are_written(wrapped: bool):
     assert [row.error_after for row in found.replaced] == [row.error_after for row in wanted.replaced]
 
 
+def test_what_is_timed_stays_compiled():
+    graphs: list[Any] = []
+
+    def backend(graph: Any, _: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    made: Any = torch.compile(nn.Linear(8, 8), backend=backend)
+    for compiled in (False, True):
+        with passes.evaluated(made, compiled=compiled):
+            made(torch.randn(2, 8))
+        assert len(graphs) == compiled
+
+
 def test_layers_called_in_a_transform_are_refused():
     made = model(lambda own, x: x + torch.func.vmap(own.a)(x))
     with pytest.raises(InvalidInput, match=r"0\.a is called in a transform of torch\.func"):
