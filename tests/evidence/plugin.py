@@ -83,9 +83,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
                     self.workqueue[str(number)] = {}
             again = self.collection is not None
             super().schedule()
-            if (
-                again
-            ):  # a new worker gets a second unit, as at first: a test waits until the next one is known
+            if again:  # a new worker gets two units, as at first: a test waits until the next one is known
                 super().schedule()
 
         def _split_scope(self, nodeid: str) -> str:
