@@ -57,7 +57,7 @@ from sparsek.attn.kernels.forward.pipeline import (
     step_seconds,
     stored,
 )
-from sparsek.attn.kernels.forward.rules import by_bits, by_bounds, by_members
+from sparsek.attn.kernels.forward.rules import by_members, by_words, interval_words, no_words, stored_words
 from sparsek.attn.kernels.forward.schedule_fwd import schedule
 from sparsek.attn.kernels.forward.softmax import biased, capped, with_sink
 from sparsek.attn.mask.mask import BlockMask
@@ -112,25 +112,39 @@ def changed(T: gl.constexpr, s, i, masked, tile):
 
 
 @gluon.jit
-def allowed(T: gl.constexpr, MASKED: gl.constexpr, s, i, masked, tile):
-    """Scores of step i after its block's rule, if that is partial. Row 0 is row `row` of the mask's block."""
-    if MASKED:
+def rule_of(T: gl.constexpr, MASKED: gl.constexpr, i, masked, tile):
+    """The words of step i, of a partial block if MASKED. Row 0 is row `row` of the mask's block."""
+    words = no_words(T)
+    if MASKED and T.members == 0:
         at = tile[0]
         partial, rules, bits, full = tile[1]
         SUB: gl.constexpr = T.block[1] // T.keys
         key = masked_column(T, partial, at.p_begin, i) * T.block[1] + i % SUB * T.keys
-        if T.members > 0:
-            words = rules + gl.maximum(at.p_begin + i // SUB, 0) * T.words
-            s = by_members(T, s, key, words, at.row, at.lo, at.hi, at.inner, at.ends)
-        elif T.bits:
+        if T.bits:
             rule = gl.load(rules + at.p_begin + i // SUB, mask=at.p_begin >= 0, other=-1)
             if rule >= 0:
-                words = bits + rule.to(gl.int64) * (T.block[0] * (T.block[1] // 32))
-                s = by_bits(T, s, words + i % SUB * (T.keys // 32), at.row)
+                stored = bits + rule.to(gl.int64) * (T.block[0] * (T.block[1] // 32))
+                words = stored_words(T, stored + i % SUB * (T.keys // 32), at.row)
             else:
-                s = by_bounds(T, s, key, at.lo, at.hi)
+                words = interval_words(T, key, at.lo, at.hi)
         else:
-            s = by_bounds(T, s, key, at.lo, at.hi)
+            words = interval_words(T, key, at.lo, at.hi)
+    return words
+
+
+@gluon.jit
+def allowed(T: gl.constexpr, MASKED: gl.constexpr, s, words, i, masked, tile):
+    """Scores of step i after its block's rule, if that is partial."""
+    if MASKED:
+        if T.members > 0:
+            at = tile[0]
+            partial, rules, bits, full = tile[1]
+            SUB: gl.constexpr = T.block[1] // T.keys
+            key = masked_column(T, partial, at.p_begin, i) * T.block[1] + i % SUB * T.keys
+            members = rules + gl.maximum(at.p_begin + i // SUB, 0) * T.words
+            s = by_members(T, s, key, members, at.row, at.lo, at.hi, at.inner, at.ends)
+        else:
+            s = by_words(T, s, words)
     return s
 
 
@@ -206,22 +220,22 @@ def attend(
         factor = 1.0 if T.alibi else scale
         if T.skips:
             acc, m, l, slot, phase = attended_by_some(
-                T, changed, allowed, sees, WG, DTYPE, masked, steps, tile, factor, (q_slot, q_phase), (slot, phase),
-                q_s, k_s, v_s, bars,
+                T, changed, rule_of, allowed, sees, WG, DTYPE, masked, steps, tile, factor, (q_slot, q_phase),
+                (slot, phase), q_s, k_s, v_s, bars,
             )  # fmt: skip
         else:
             acc, m, l, slot, phase = attended(
-                T, changed, allowed, WG, DTYPE, masked, steps, tile, factor, (q_slot, q_phase), (slot, phase), q_s,
-                k_s, v_s, bars,
+                T, changed, rule_of, allowed, WG, DTYPE, masked, steps, tile, factor, (q_slot, q_phase),
+                (slot, phase), q_s, k_s, v_s, bars,
             )  # fmt: skip
         if T.sinks != "":
             # Parts of a tile have no sink: merge_parts adds it once.
             sink = gl.load(sinks + (h + r % T.pack) * sink_step, mask=r * 0 + part < 0, other=float("-inf"))
             m, l, kept = with_sink(m, l, sink.to(gl.float32) * LOG2E)
-            seen = l > 0
+            seen = l != 0
             divided = gl.where(seen, kept / l, 0.0)
         else:
-            seen = l > 0
+            seen = l != 0
             divided = gl.where(seen, 1.0 / l, 0.0)
         acc = acc * gl.expand_dims(gl.convert_layout(divided, O_ROW), 1)
         lse = gl.where(seen, m + gl.log2(l), float("-inf"))

@@ -5,10 +5,11 @@
                        then O through shared memory to where a tile goes                       each kernel's own
 
 S of step i is issued before P V of step i - 1, so that the softmax of step i overlaps with P V. Steps whose keys some
-query does not see come first. What differs between kernels are two functions of scores, constants of `attended`:
+query does not see come first. What differs between kernels are three functions, constants of `attended`:
 
-    CHANGE(T, s, i, masked, tile)          scores after what changes them (softcap, ALiBi)
-    MASK(T, MASKED, s, i, masked, tile)    scores after the rules of step i, which is among the first ones if MASKED
+    CHANGE(T, s, i, masked, tile)                scores after what changes them (softcap, ALiBi)
+    RULE(T, MASKED, i, masked, tile)             what MASK must know of step i, found while its S is not there yet
+    MASK(T, MASKED, s, rule, i, masked, tile)    scores after the rules of step i, which is among the first if MASKED
 
 `tile` is what they know of a tile. T is a kernel's Config, with the fields of `Pipeline`.
 """
@@ -217,8 +218,8 @@ def after(slot, phase, SLOTS: gl.constexpr):
 
 @gluon.jit
 def step(
-    T: gl.constexpr, CHANGE: gl.constexpr, MASK: gl.constexpr, MASKED: gl.constexpr, DTYPE: gl.constexpr,
-    i, masked, state, tile, scale, q, k_s, v_s, bars,
+    T: gl.constexpr, CHANGE: gl.constexpr, RULE: gl.constexpr, MASK: gl.constexpr, MASKED: gl.constexpr,
+    DTYPE: gl.constexpr, i, masked, state, tile, scale, q, k_s, v_s, bars,
 ):  # fmt: skip
     """S of step i in parallel with P V of the previous step, with V in the slot of `state`; then step i's softmax."""
     acc, pairs, m, l, v_slot, v_phase = state
@@ -228,9 +229,10 @@ def step(
     s = scores(T, q, k_s, slot)
     mbarrier.wait(v_full.index(v_slot), v_phase)  # until V of the previous step has landed
     pv = weighted(T, pairs, v_s, v_slot, acc, DTYPE)
+    rule = RULE(T, MASKED, i, masked, tile)
     s = warpgroup_mma_wait(1, deps=(s,))  # S is done, P V still runs
     mbarrier.arrive(k_empty.index(slot), count=1)
-    s = MASK(T, MASKED, CHANGE(T, s, i, masked, tile), i, masked, tile)
+    s = MASK(T, MASKED, CHANGE(T, s, i, masked, tile), rule, i, masked, tile)
     pairs, m, l, alpha = softmax(T, s, m, l, scale, DTYPE)
     # Passes at once. It contains a branch, and ptxas does not move the next wait above it; otherwise P V would be
     # waited for before the softmax that should overlap with it.
@@ -242,8 +244,8 @@ def step(
 
 @gluon.jit
 def attended(
-    T: gl.constexpr, CHANGE: gl.constexpr, MASK: gl.constexpr, WG: gl.constexpr, DTYPE: gl.constexpr,
-    masked, steps, tile, scale, at_q, at_k, q_s, k_s, v_s, bars,
+    T: gl.constexpr, CHANGE: gl.constexpr, RULE: gl.constexpr, MASK: gl.constexpr, WG: gl.constexpr,
+    DTYPE: gl.constexpr, masked, steps, tile, scale, at_q, at_k, q_s, k_s, v_s, bars,
 ):  # fmt: skip
     """Sums of a tile's P V [64, v_dim], maxima and sums of its rows, and the next slot of K and V with its phase.
 
@@ -261,13 +263,15 @@ def attended(
     mbarrier.wait(q_full.index(q_slot * GROUPS + WG), q_phase)  # until Q has landed
     q = q_s.index(q_slot * GROUPS + WG).reshape((64, DIM))
     mbarrier.wait(k_full.index(slot), phase)  # and the first K
-    s = warpgroup_mma_wait(0, deps=(scores(T, q, k_s, slot),))
-    mbarrier.arrive(k_empty.index(slot), count=1)
-    s = CHANGE(T, s, 0, masked, tile)
+    issued = scores(T, q, k_s, slot)
     if masked > 0:
-        s = MASK(T, True, s, 0, masked, tile)
+        rule = RULE(T, True, 0, masked, tile)
+        s = warpgroup_mma_wait(0, deps=(issued,))
+        s = MASK(T, True, CHANGE(T, s, 0, masked, tile), rule, 0, masked, tile)
     else:
-        s = MASK(T, False, s, 0, masked, tile)
+        s = warpgroup_mma_wait(0, deps=(issued,))
+        s = MASK(T, False, CHANGE(T, s, 0, masked, tile), 0, 0, masked, tile)
+    mbarrier.arrive(k_empty.index(slot), count=1)
     m = gl.full((64,), float("-inf"), gl.float32, ROW)
     l = gl.zeros((64,), gl.float32, ROW)
     pairs, m, l, alpha = softmax(T, s, m, l, scale, DTYPE)
@@ -275,12 +279,12 @@ def attended(
     for i in range(1, masked):
         state = (acc, pairs, m, l, slot, phase)
         acc, pairs, m, l, slot, phase = step(
-            T, CHANGE, MASK, True, DTYPE, i, masked, state, tile, scale, q, k_s, v_s, bars
+            T, CHANGE, RULE, MASK, True, DTYPE, i, masked, state, tile, scale, q, k_s, v_s, bars
         )
     for i in range(gl.maximum(masked, 1), steps):
         state = (acc, pairs, m, l, slot, phase)
         acc, pairs, m, l, slot, phase = step(
-            T, CHANGE, MASK, False, DTYPE, i, masked, state, tile, scale, q, k_s, v_s, bars
+            T, CHANGE, RULE, MASK, False, DTYPE, i, masked, state, tile, scale, q, k_s, v_s, bars
         )
     if not T.o_in_q:
         mbarrier.arrive(q_empty.index(q_slot * GROUPS + WG), count=1)
@@ -293,17 +297,19 @@ def attended(
 
 @gluon.jit
 def begun(
-    T: gl.constexpr, CHANGE: gl.constexpr, MASK: gl.constexpr, MASKED: gl.constexpr, DTYPE: gl.constexpr,
-    i, masked, state, tile, scale, q, k_s, bars,
+    T: gl.constexpr, CHANGE: gl.constexpr, RULE: gl.constexpr, MASK: gl.constexpr, MASKED: gl.constexpr,
+    DTYPE: gl.constexpr, i, masked, state, tile, scale, q, k_s, bars,
 ):  # fmt: skip
     """S of step i and its softmax, where no P V is left: `step` without one. The state after it has one left."""
     acc, pairs, m, l, slot, phase = state
     q_full, q_empty, k_full, k_empty, v_full, v_empty = bars
     slot, phase = after(slot, phase, T.stages)
     mbarrier.wait(k_full.index(slot), phase)  # until K has landed
-    s = warpgroup_mma_wait(0, deps=(scores(T, q, k_s, slot),))
+    s = scores(T, q, k_s, slot)
+    rule = RULE(T, MASKED, i, masked, tile)
+    s = warpgroup_mma_wait(0, deps=(s,))
     mbarrier.arrive(k_empty.index(slot), count=1)
-    s = MASK(T, MASKED, CHANGE(T, s, i, masked, tile), i, masked, tile)
+    s = MASK(T, MASKED, CHANGE(T, s, i, masked, tile), rule, i, masked, tile)
     pairs, m, l, alpha = softmax(T, s, m, l, scale, DTYPE)
     return rescaled(T, acc, alpha), pairs, m, l, slot, phase
 
@@ -320,7 +326,7 @@ def completed(T: gl.constexpr, DTYPE: gl.constexpr, acc, pairs, slot, phase, v_s
 
 @gluon.jit
 def attended_by_some(
-    T: gl.constexpr, CHANGE: gl.constexpr, MASK: gl.constexpr, SEES: gl.constexpr, WG: gl.constexpr,
+    T: gl.constexpr, CHANGE: gl.constexpr, RULE: gl.constexpr, MASK: gl.constexpr, SEES: gl.constexpr, WG: gl.constexpr,
     DTYPE: gl.constexpr, masked, steps, tile, scale, at_q, at_k, q_s, k_s, v_s, bars,
 ):  # fmt: skip
     """As `attended`, but the warpgroup passes over masked steps where SEES gives 0: where none of its rows sees a key.
@@ -359,11 +365,11 @@ def attended_by_some(
         if sees != 0:
             if left != 0:
                 acc, pairs, m, l, slot, phase = step(
-                    T, CHANGE, MASK, True, DTYPE, i, masked, state, tile, scale, q, k_s, v_s, bars
+                    T, CHANGE, RULE, MASK, True, DTYPE, i, masked, state, tile, scale, q, k_s, v_s, bars
                 )
             else:
                 acc, pairs, m, l, slot, phase = begun(
-                    T, CHANGE, MASK, True, DTYPE, i, masked, state, tile, scale, q, k_s, bars
+                    T, CHANGE, RULE, MASK, True, DTYPE, i, masked, state, tile, scale, q, k_s, bars
                 )
             left = 1
         elif not T.passes:
@@ -381,7 +387,7 @@ def attended_by_some(
         state = (acc, pairs, m, l, slot, phase)
         q = q_s.index(q_slot * GROUPS + WG + opaque(0)).reshape((64, DIM))
         acc, pairs, m, l, slot, phase = begun(
-            T, CHANGE, MASK, False, DTYPE, masked, masked, state, tile, scale, q, k_s, bars
+            T, CHANGE, RULE, MASK, False, DTYPE, masked, masked, state, tile, scale, q, k_s, bars
         )
         left = 1
         first += 1
@@ -389,7 +395,7 @@ def attended_by_some(
     for i in range(first, steps):
         state = (acc, pairs, m, l, slot, phase)
         acc, pairs, m, l, slot, phase = step(
-            T, CHANGE, MASK, False, DTYPE, i, masked, state, tile, scale, q, k_s, v_s, bars
+            T, CHANGE, RULE, MASK, False, DTYPE, i, masked, state, tile, scale, q, k_s, v_s, bars
         )
     if not T.o_in_q:
         mbarrier.arrive(q_empty.index(q_slot * GROUPS + WG), count=1)

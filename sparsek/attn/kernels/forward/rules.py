@@ -140,18 +140,84 @@ def member_bounds(T: gl.constexpr, bit, lo, hi, ends):
         return gl.where(bit, lo, hi), lo
 
 
-# Gluon, forward: scores [rows, T.keys] in wgmma's layout, where no function moves a score to another thread.
+# Gluon, forward: scores [rows, T.keys] in wgmma's layout, where no function moves a score to another thread. A rule is
+# words of 32 keys, which can be made while wgmma still computes the scores. These are viewed as [rows, words, 4, 4, 2]:
+# a thread has one of the second four, so the bits of its scores are constants, and R2P tests two of them at once.
+
+
+@gluon.jit
+def by_words(T: gl.constexpr, s, words):
+    """Scores whose bit is 1, -inf elsewhere. words: [rows, T.keys / 32, 4]; bit k of word w at place p is key 32 w + 2
+    p + k.
+    """
+    WORDS: gl.constexpr = T.keys // 32
+    view = s.reshape((64, WORDS, 4, 4, 2))
+    EIGHT: gl.constexpr = gl.SliceLayout(3, gl.SliceLayout(4, view.type.layout))
+    eight = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, EIGHT))) * 8
+    ONE: gl.constexpr = gl.SliceLayout(2, gl.SliceLayout(3, view.type.layout))
+    one = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(1, ONE)))
+    bit = 1 << (eight[None, None, :, None, None] + one[None, None, None, None, :])
+    # By PTX: LLVM would pack the results of 48 tests into numbers, and unpack them.
+    PTX: gl.constexpr = """{ .reg .pred p; .reg .b32 x; and.b32 x, $2, $3; setp.ne.b32 p, x, 0;
+    selp.f32 $0, $1, 0fFF800000, p; }"""
+    given = [view, words[:, :, None, :, None], bit]
+    view = gl.inline_asm_elementwise(PTX, "=f,f,r,r", given, dtype=gl.float32, is_pure=True, pack=1)
+    return gl.convert_layout(view.reshape((64, T.keys)), s.type.layout)
+
+
+@gluon.jit
+def no_words(T: gl.constexpr):
+    """Words [64 rows, T.keys / 32, 4 places] of no key, in the layout in which `by_words` reads them."""
+    KEYS: gl.constexpr = T.keys
+    WORDS: gl.constexpr = T.keys // 32
+    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
+    view = gl.zeros((64, KEYS), gl.float32, S).reshape((64, WORDS, 4, 4, 2))
+    LAYOUT: gl.constexpr = gl.SliceLayout(2, gl.SliceLayout(4, view.type.layout))
+    return gl.zeros((64, WORDS, 4), gl.int32, LAYOUT)
+
+
+@gluon.jit
+def bits_from(first):
+    """Words with 1 from bit `first` on, everywhere if that is below 0, nowhere if it is above 31."""
+    PTX: gl.constexpr = "{ .reg .s32 x; max.s32 x, $1, 0; shl.b32 $0, -1, x; }"
+    return gl.inline_asm_elementwise(PTX, "=r,r", [first], dtype=gl.int32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def interval_words(T: gl.constexpr, key0, lo, hi, sunk=None):
+    """Words of keys from key0 on that are from lo to hi, or below `sunk`, of each row."""
+    none = no_words(T)
+    WORDS: gl.constexpr = none.type.layout
+    ROW: gl.constexpr = gl.SliceLayout(1, WORDS)
+    w = gl.arange(0, T.keys // 32, gl.SliceLayout(0, gl.SliceLayout(2, WORDS))) * 32
+    place = key0 + gl.arange(0, 4, gl.SliceLayout(0, ROW)) * 2
+    EACH: gl.constexpr = gl.SliceLayout(1, ROW)
+    first = gl.convert_layout(lo, EACH)[:, None] - place[None, :]
+    end = gl.convert_layout(hi, EACH)[:, None] - place[None, :]
+    found = bits_from(first[:, None, :] - w[None, :, None]) & ~bits_from(end[:, None, :] - w[None, :, None])
+    if sunk is not None:
+        end = gl.convert_layout(sunk, EACH)[:, None] - place[None, :]
+        found = found | ~bits_from(end[:, None, :] - w[None, :, None])
+    return found
+
+
+@gluon.jit
+def stored_words(T: gl.constexpr, words, row):
+    """Words of rows from `row` of the mask's block on, from those that are stored of its rule."""
+    none = no_words(T)
+    WORDS: gl.constexpr = none.type.layout
+    ROW: gl.constexpr = gl.SliceLayout(2, WORDS)
+    r = gl.arange(0, 64, gl.SliceLayout(1, ROW))
+    w = gl.arange(0, T.keys // 32, gl.SliceLayout(0, ROW))
+    found = gl.load(words + ((row + r) // T.pack)[:, None] * (T.block[1] // 32) + w[None, :])
+    place = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, WORDS))) * 2
+    return found[:, :, None] >> place[None, None, :]
 
 
 @gluon.jit
 def by_bounds(T: gl.constexpr, s, key0, lo, hi, sunk=None):
     """Scores of keys from key0 on that are from lo to hi, or below `sunk`; -inf elsewhere."""
-    KEYS: gl.constexpr = T.keys
-    key = gl.expand_dims(gl.arange(0, KEYS, gl.SliceLayout(0, s.type.layout)), 0)
-    seen = (key >= gl.expand_dims(lo - key0, 1)) & (key < gl.expand_dims(hi - key0, 1))
-    if sunk is not None:
-        seen = seen | (key < gl.expand_dims(sunk - key0, 1))
-    return gl.where(seen, s, float("-inf"))
+    return by_words(T, s, interval_words(T, key0, lo, hi, sunk))
 
 
 @gluon.jit
@@ -176,23 +242,6 @@ def by_members(T: gl.constexpr, s, key0, words, row, lo, hi, inner, ends):
         else:
             s = by_bounds(T, s, key0, gl.where(bit, lo, hi), hi)
     return s
-
-
-@gluon.jit
-def by_bits(T: gl.constexpr, s, words, row):
-    """Scores of rows from `row` on whose bit is set, -inf elsewhere. Viewed as [rows, words, 32]."""
-    KEYS: gl.constexpr = T.keys
-    WORDS: gl.constexpr = T.keys // 32
-    cube = s.reshape((64, WORDS, 32))
-    CUBE: gl.constexpr = cube.type.layout
-    r = gl.arange(0, 64, gl.SliceLayout(1, gl.SliceLayout(2, CUBE)))
-    w = gl.arange(0, WORDS, gl.SliceLayout(0, gl.SliceLayout(2, CUBE)))
-    at = gl.expand_dims((row + r) // T.pack, 1) * (T.block[1] // 32) + gl.expand_dims(w, 0)
-    found = gl.expand_dims(gl.load(words + at), 2)
-    place = gl.arange(0, 32, gl.SliceLayout(0, gl.SliceLayout(0, CUBE)))
-    place = gl.expand_dims(gl.expand_dims(place, 0), 0)
-    cube = gl.where((found << (31 - place)) < 0, cube, float("-inf"))  # the bit becomes the sign
-    return gl.convert_layout(cube.reshape((64, KEYS)), s.type.layout)
 
 
 # Gluon, backward: scores of any layout, of queries and keys that broadcast to them.

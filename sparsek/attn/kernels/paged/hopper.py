@@ -144,7 +144,13 @@ def changed(T: gl.constexpr, s, i, masked, tile):
 
 
 @gluon.jit
-def seen(T: gl.constexpr, MASKED: gl.constexpr, s, i, masked, tile):
+def no_rule(T: gl.constexpr, MASKED: gl.constexpr, i, masked, tile):
+    """Nothing: `seen` finds the rule of a step itself."""
+    return 0
+
+
+@gluon.jit
+def seen(T: gl.constexpr, MASKED: gl.constexpr, s, rule, i, masked, tile):
     """Scores of the keys of step i that a row sees, -inf elsewhere."""
     of_tile, bounds, lists, bend, member = tile
     lo, hi, sunk = bounds
@@ -221,18 +227,18 @@ def attend(
         tile = ((where, masked, blocks, length), (lo, hi, sunk), lists, bend, member)
         if T.members > 0:
             acc, m, l, slot, phase = attended_by_some(
-                T, changed, seen, sees, WG, DTYPE, masked, steps, tile, scale, (q_slot, q_phase), (slot, phase), q_s,
-                k_s, v_s, bars,
+                T, changed, no_rule, seen, sees, WG, DTYPE, masked, steps, tile, scale, (q_slot, q_phase),
+                (slot, phase), q_s, k_s, v_s, bars,
             )  # fmt: skip
         else:
             acc, m, l, slot, phase = attended(
-                T, changed, seen, WG, DTYPE, masked, steps, tile, scale, (q_slot, q_phase), (slot, phase), q_s, k_s,
-                v_s, bars,
+                T, changed, no_rule, seen, WG, DTYPE, masked, steps, tile, scale, (q_slot, q_phase), (slot, phase),
+                q_s, k_s, v_s, bars,
             )  # fmt: skip
         kept = 1.0
         if T.sink_logits:
             m, l, kept = with_sink(m, l, gl.load(sink_ptr + h + r % T.pack) * LOG2E)
-        some = l > 0
+        some = l != 0
         factor = gl.where(some, kept / l, 0.0)
         lse = gl.where(some, m + gl.log2(l), float("-inf"))
         acc = acc * gl.expand_dims(gl.convert_layout(factor, O_ROW), 1)

@@ -214,6 +214,30 @@ def test_cut_tiles_are_cut() -> None:
         assert kernel.default(problem(q, k, v, made)).split
 
 
+@pytest.mark.parametrize("name", [*DIMS, PORTABLE])
+def test_a_query_of_nan_gives_nan_and_changes_no_other(name: str) -> None:
+    """Also where a tile is cut and its parts are merged: rows 0 to 255 see all keys."""
+    mask, heads = MANY["global rows split"]
+    q, k, v, made = AttentionCase("cut", mask, heads=heads, dims=(128, 128)).make(
+        "cuda", torch.bfloat16, fresh()
+    )
+    made.verify(wait=True)
+    rows = torch.tensor([100, 1500], device="cuda")
+    kernel = load(name)
+    if name == FP8:
+        given = sk.quantize_heads(q, k, v)
+        clean = attend(kernel, *given, made)
+        given[0].values.view(torch.uint8)[:, :, rows] = 0x7F  # NaN
+    else:
+        given = q, k, v
+        clean = attend(kernel, *given, made)
+        q[:, :, rows] = torch.nan
+    others = torch.ones(6000, dtype=torch.bool, device="cuda").index_fill(0, rows, False)
+    for found, wanted in zip(attend(kernel, *given, made), clean, strict=True):
+        assert found[:, :, rows].isnan().all()
+        assert torch.equal(found[:, :, others], wanted[:, :, others])
+
+
 def of_twelve_heads() -> tuple[Tensor, Tensor, Tensor, BlockMask]:
     return AttentionCase("causal", causal, heads=(12, 12), dims=(128, 128)).make(
         "cuda", torch.bfloat16, fresh()
