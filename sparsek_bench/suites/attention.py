@@ -291,7 +291,7 @@ PUBLISHED: tuple[SuiteRow, ...] = (
     *rows(BOTH, _case(EIGHTH, 8)),
     *rows(HOPPER, _case(EIGHTH, 32)),
     *rows(BOTH, _case("window:2048", 32)),
-    *rows(HOPPER, _case("causal", 32), _case("full", 8), _case("full", 32)),
+    *rows(HOPPER, _case("causal", 32), _case("documents:1000", 32), _case("full", 8), _case("full", 32)),
     *rows(BOTH, _case(EIGHTH, 8, 64)),
     *rows(HOPPER, _case(EIGHTH, 32, 64)),
     *rows(HOPPER, _case(EIGHTH, 8, dim=64), _case(EIGHTH, 32, dim=64)),
