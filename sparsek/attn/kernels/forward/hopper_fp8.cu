@@ -82,6 +82,7 @@ constexpr float LOWEST = -1e38f;  // the maximum of a row without a key yet: -in
 constexpr float LN2 = 0.6931471805599453f;
 constexpr int NOWHERE = 1 << 22;  // a block column beyond every key
 constexpr int QUADS = KEYS / 8;  // words of P
+constexpr int AHEAD = 3;         // words by which exp2 runs ahead of sums and rounding
 constexpr int PASS_AT = GROUPS == 2 ? QUADS * 3 / 4 : 0;  // 0: no turns
 
 #include "../../../products/kernels/spmm/hopper_ptx.cu"
@@ -170,6 +171,8 @@ PTX void take_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" :
 // ---------------------------------------------------------------------------------------------------- tiles and roles
 
 constexpr u64 K_DESC = described(8 * K_WIDE, 16, K_WIDE), V_DESC = described(8 * KEYS, 16, KEYS);
+// The descriptor of what lies at an address. ptxas would compute it anew in every step, but not a shuffle.
+PTX u64 placed(u64 desc, u32 at) { return desc >> 32 << 32 | __shfl_sync(~0u, (u32)(desc | place(at)), 0); }
 #define NINF __int_as_float(0xff800000)
 
 // What consumers must know of a step, for steps leave them no registers: its first key and the rule of its block; the
@@ -271,7 +274,7 @@ struct Walk {
   u32 ruled;    // the first step without a rule
   int wg, warp;
   bool speaks;  // lane 0, which arrives for its warp
-  u32 q;        // the address of Q in a descriptor
+  u32 q; u64 k, v;  // descriptors: the lower word of that of Q; those of slot 0 of K and V
   float scale[FACTORS];  // of scores
   float factor;          // of them without the scale of keys
 };
@@ -343,35 +346,37 @@ template <bool FIRST, bool RULED = true> PTX void maxima(float (&d)[WIDE], Walk&
 
 // exp2 of S, its sums, and P. Returns 0, which depends on all of exp2: ptxas would move barriers before it.
 PTX u32 exponentials(float (&d)[WIDE], u32 (&p)[QUADS], const Walk& w, Sums& s) {
-  float shift[2] = {s.m.of[0], s.m.of[1]}, sum[2] = {};
+  float shift[2] = {s.m.of[0], s.m.of[1]}, sum[2] = {}, e[AHEAD + 1][4];
   if (PASS_AT) {
     // Until the other warpgroup's warp has had its turn. Warpgroup 0 begins: at a barrier's phase before its first.
     barrier_wait(w.smem + TURN + 8 * (4 * w.wg + w.warp), (w.n & 1) ^ (1 - w.wg));
     const float zero = __uint_as_float(get_zero(w.smem));  // ptxas moves arithmetic in front of a wait
     shift[0] += zero, shift[1] += zero;
   }
-  u32 done = 0;
 #pragma unroll
-  for (int x = 0; x < QUADS; x++) {
-    const int h = x % 2;
-    float e[4];
+  for (int x = 0; x < QUADS + AHEAD; x++) {
+    const int h = x % 2, y = x - AHEAD;
+    float *begun = e[x % (AHEAD + 1)], *due = e[(x + 1) % (AHEAD + 1)];
 #pragma unroll
-    for (int k = 0; k < 4; k++) {
-      e[k] = exp2_here(fmaf(d[4 * (x - h + k / 2) + 2 * h + k % 2], w.scale[h % FACTORS], -shift[h]));
-      sum[h] += e[k];
+    for (int k = 0; x < QUADS && k < 4; k++)
+      begun[k] = exp2_here(fmaf(d[4 * (x - h + k / 2) + 2 * h + k % 2], w.scale[h % FACTORS], -shift[h]));
+    if (PASS_AT > 0 && x == PASS_AT - 1) {
+      u32 ran = __float_as_uint(sum[0]) | __float_as_uint(sum[1]);
+#pragma unroll
+      for (int k = 0; k <= AHEAD; k++) ran |= __float_as_uint(e[k][3]);
+      if (w.speaks) barrier_arrive(w.smem + TURN + 8 * (4 * (w.wg ^ 1) + w.warp) + (ran & w.zero), 0);
     }
-    p[x] = round_four(e[0], e[1], e[2], e[3]);
-    if (x == QUADS - 1 || x == PASS_AT - 1) done = (__float_as_uint(sum[0]) | __float_as_uint(sum[1])) & w.zero;
-    if (x == PASS_AT - 1 && w.speaks) barrier_arrive(w.smem + TURN + 8 * (4 * (w.wg ^ 1) + w.warp) + done, 0);
+    if (y < 0) continue;
+    sum[y % 2] = sum[y % 2] + due[0] + due[1] + due[2] + due[3];
+    p[y] = round_four(due[0], due[1], due[2], due[3]);
   }
-#pragma unroll
-  for (int h = 0; h < 2; h++) s.l.of[h] = s.l.of[h] * s.kept.of[h] + sum[h];
-  return done;
+  s.l.of[0] = s.l.of[0] * s.kept.of[0] + sum[0], s.l.of[1] = s.l.of[1] * s.kept.of[1] + sum[1];
+  return (__float_as_uint(sum[0]) | __float_as_uint(sum[1])) & w.zero;
 }
 
 // S of step n. `zero` as a number would let the compiler give S other registers than those of d, and copy.
 PTX void issue_scores(float (&d)[WIDE], const Walk& w, u32 n) {
-  const u64 k = K_DESC | place(w.smem + K_AT + slot_of(n) * K_BYTES);
+  const u64 k = w.k + slot_of(n) * (K_BYTES >> 4);
   wgmma_fence();
 #pragma unroll
   for (int i = 0; i < DIM / 32; i++) {
@@ -382,9 +387,8 @@ PTX void issue_scores(float (&d)[WIDE], const Walk& w, u32 n) {
   wgmma_commit();
 }
 
-// P V of step n.
-PTX void issue_values(float (&d)[WIDE], float (&own)[OWN + 1], const u32 (&p)[QUADS], const Walk& w) {
-  const u64 v = V_DESC | place(w.smem + V_AT + slot_of(w.n) * V_BYTES);
+// P V, of the V whose descriptor is v.
+PTX void issue_values(float (&d)[WIDE], float (&own)[OWN + 1], const u32 (&p)[QUADS], const Walk& w, u64 v) {
   wgmma_fence();
 #pragma unroll
   for (int i = 0; i < KEYS / 32; i++) {
@@ -405,6 +409,8 @@ template <int LEFT, bool RULED = true>
 PTX void step(float (&a)[WIDE], float (&b)[WIDE], float (&own)[OWN + 1], float (&o)[O_REGS], Walk& w, Sums& s,
               const int* bits) {
   u32 p[QUADS];
+  u64 v = w.v + slot_of(w.n) * (V_BYTES >> 4);
+  asm volatile("" : "+l"(v));  // computed here, not between the wait for V and its product
   const u32 slot = slot_of(w.n), done = exponentials(a, p, w, s);
   const float ratio = BY_BLOCK ? get<Scales>(step_at(w.smem, w.n) + 8).ratio : 1.f;
   barrier_wait(w.smem + V_FULL + 8 * slot + done, phase_of(w.n));  // until V has landed
@@ -413,11 +419,10 @@ PTX void step(float (&a)[WIDE], float (&b)[WIDE], float (&own)[OWN + 1], float (
     landed<WIDE>(b);
     if (w.speaks) barrier_arrive(w.smem + K_EMPTY + 8 * slot_of(w.n + 1), 0);
   }
-  if (BY_BLOCK) {  // where the scale of V is far below others, P counts as 0
+  // Where the scale of V is far below others, P counts as 0.
 #pragma unroll
-    for (int j = 0; j < QUADS; j++) p[j] &= ~(u32)((int)__float_as_uint(ratio) >> 31);
-  }
-  issue_values(a, own, p, w);
+  for (int j = 0; BY_BLOCK && j < QUADS; j++) p[j] &= ~(u32)((int)__float_as_uint(ratio) >> 31);
+  issue_values(a, own, p, w, v);
   if (LEFT == 2 && !RULED) stay(w.n + 1 < w.ruled);  // ptxas would issue some products behind maxima
   const float alpha[2] = {s.kept.of[0] * fabsf(ratio), s.kept.of[1] * fabsf(ratio)};
   if (LEFT > 0) maxima<false, RULED>(b, w, s, bits, w.n + 1);
@@ -523,15 +528,15 @@ PTX Rows finished(const Params& p, const Tile& r, const Sums& s, float unit, int
 PTX void attend(const TensorMap& o_map, const Params& p, u32 smem, int wg) {
   Walk w;
   w.smem = smem, w.n = 0, w.wg = wg, w.zero = get_zero(smem);
+  w.k = placed(K_DESC, smem + K_AT), w.v = placed(V_DESC, smem + V_AT);
   w.warp = __shfl_sync(~0u, threadIdx.x / 32, 0) % 4, w.speaks = threadIdx.x % 32 == 0;
-  u32 tile = 0;
 #pragma unroll 1
-  for (int t = blockIdx.x; t < *p.count; t += gridDim.x, tile++) {
+  for (int t = blockIdx.x, tile = 0; t < *p.count; t += gridDim.x, tile++) {
     const u32 slot = q_slot(tile, wg), stage = smem + O_AT + wg * O_BYTES;
     Tile r = tile_at(p, t);
     enter(w, p, r);
     barrier_wait(smem + Q_FULL + 8 * slot, q_phase(tile));  // until Q has landed
-    w.q = (u32)place(smem + slot * Q_BYTES);
+    w.q = (u32)placed(K_DESC, smem + slot * Q_BYTES);
     float o[O_REGS];
     Sums s;
     attended(o, w, s, p.bits, w.n + r.steps);
