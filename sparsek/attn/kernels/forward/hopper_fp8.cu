@@ -502,7 +502,7 @@ PTX void enter(Walk& w, const Params& p, const Tile& r) {
     const float* of_row = p.q_scale + (r.b * p.heads + r.h + row % PACK) * p.of_q + at / p.q_rows;
     Bounds seen = {0, p.kv_len};
     if (INTERVAL) seen = there ? Bounds{p.lo[bound + at], p.hi[bound + at]} : Bounds{0, 0};
-    const Row own = {(there ? *of_row : 1.f) * p.scale, at % BM * (BK / 32)};
+    const Row own = {(FACTORS == 2 && there ? *of_row : 1.f) * p.scale, at % BM * (BK / 32)};
     if (!BY_BLOCK) w.scale[k % FACTORS] = fmaxf(own.factor * p.k_scale[kv], LEAST);
     if (thread % 4 == 0) put(row_at(w.smem, row), seen), put(row_at(w.smem, row) + 8, own);
   }
@@ -515,8 +515,8 @@ PTX Rows finished(const Params& p, const Tile& r, const Sums& s, float unit, int
 #pragma unroll
   for (int k = 0; k < 2; k++) {
     const int row = first + 8 * k, at = r.pos + row / PACK;
-    const float l = quad_sum(s.l.of[k]), lse = l > 0.f ? s.m.of[k] + log2_of(l) : NINF;
-    divided.of[k] = l > 0.f ? over(unit, l) : 0.f;
+    const float l = quad_sum(s.l.of[k]), lse = l != 0.f ? s.m.of[k] + log2_of(l) : NINF;
+    divided.of[k] = l != 0.f ? over(unit, l) : 0.f;
     if (quarter) continue;
     if (SPLIT && r.part >= 0) p.part_lse[(i64)r.part * 128 + row] = lse;
     else if (LSE && at < p.q_len) p.lse[((i64)r.b * p.heads + r.h + row % PACK) * p.q_len + at] = lse * LN2;
