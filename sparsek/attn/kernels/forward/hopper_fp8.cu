@@ -75,7 +75,8 @@ constexpr u32 TURN = V_EMPTY + 8 * STAGES, ZERO = TURN + 8 * 4 * GROUPS;
 static_assert(ZERO + 16 <= SMEM_BYTES, "hopper_fp8.py counts shared memory differently");
 static_assert(Q_BYTES % 1024 == 0 && K_BYTES % 1024 == 0 && V_BYTES % 1024 == 0, "swizzled slots");
 static_assert(64 % PACK == 0 && BM % (64 * GROUPS / PACK) == 0 && BK % KEYS == 0, "a tile lies in a block of the mask");
-constexpr bool APART = V_DIM >= KEYS;  // steps without a rule have code without it; else registers do not suffice
+// Steps without a rule have code without it; else registers do not suffice.
+constexpr bool APART = GROUPS == 2 ? V_DIM >= KEYS : V_DIM == KEYS;
 constexpr float PEAK = 8.f;      // P is 2^PEAK times the weight: e4m3 goes to 448, and weights to 2^-17 are not zero
 constexpr float LEAST = 1e-37f;  // of a row's factor: 0 times a score of -inf would be NaN
 constexpr float LOWEST = -1e38f;  // the maximum of a row without a key yet: -inf less it is -inf, not NaN
@@ -282,27 +283,15 @@ struct Walk {
 // Maxima less PEAK, in base 2; sums of weights; what the newest maxima leave of earlier sums.
 struct Sums { Rows m, l, kept; };
 
-// Scores of a thread's row h after the rule of a block: only keys from lo to hi.
-PTX void by_bounds(float (&d)[WIDE], int h, const Bounds& row, int first) {
-  const int lo = row.lo - first, hi = row.hi - first;
+// A word with 1 from bit `first` on: everywhere if that is below 0, nowhere if it is above 31.
+PTX u32 bits_from(int first) { u32 x; asm("shl.b32 %0, -1, %1;" : "=r"(x) : "r"(max(first, 0))); return x; }
+
+// Scores of a thread's row h whose bit is 1: words of 32 keys each, from the thread's first key on.
+PTX void by_words(float (&d)[WIDE], int h, const u32 (&words)[KEYS / 32]) {
 #pragma unroll
   for (int j = 0; j < KEYS / 4; j++) {
-    float& x = d[4 * (j / 2) + 2 * h + j % 2];
-    const int at = 8 * (j / 2) + j % 2;
-    x = (!INTERVAL || lo <= at) && at < hi ? x : NINF;
-  }
-}
-
-// The same after a rule of bits: only keys whose bit is 1.
-PTX void by_bits(float (&d)[WIDE], int h, const int* words, int quarter) {
-#pragma unroll
-  for (int k = 0; k < KEYS / 32; k++) {
-    const u32 word = (u32)words[k] >> 2 * quarter;
-#pragma unroll
-    for (int j = 0; j < 8; j++) {
-      float& x = d[16 * k + 4 * (j / 2) + 2 * h + j % 2];
-      x = word >> (8 * (j / 2) + j % 2) & 1 ? x : NINF;
-    }
+    asm("{.reg .pred p; .reg .b32 x;\nand.b32 x, %1, %2;\nsetp.ne.b32 p, x, 0;\nselp.f32 %0, %0, 0fFF800000, p;}"
+        : "+f"(d[4 * (j / 2) + 2 * h + j % 2]) : "r"(words[j / 8]), "r"(1 << 8 * (j / 2 % 4) + j % 2));
   }
 }
 
@@ -314,10 +303,15 @@ template <bool FIRST, bool RULED = true> PTX void maxima(float (&d)[WIDE], Walk&
 #pragma unroll
     for (int h = 0; h < 2; h++) {
       const u32 row = row_at(w.smem, own_row(thread) + 8 * h);
-      if (BITS && block.rule >= 0) {
-        const int words = get<Row>(row + 8).words + block.key % BK / 32;
-        by_bits(d, h, bits + (i64)block.rule * (BM * BK / 32) + words, quarter);
-      } else by_bounds(d, h, get<Bounds>(row), block.key + 2 * quarter);
+      u32 words[KEYS / 32];
+      const int* stored = bits + (i64)block.rule * (BM * BK / 32) + get<Row>(row + 8).words + block.key % BK / 32;
+      const Bounds seen = get<Bounds>(row);
+      const int first = block.key + 2 * quarter;
+#pragma unroll
+      for (int k = 0; k < KEYS / 32; k++)
+        words[k] = BITS && block.rule >= 0 ? (u32)stored[k] >> 2 * quarter
+                 : (INTERVAL ? bits_from(seen.lo - first - 32 * k) : ~0u) & ~bits_from(seen.hi - first - 32 * k);
+      by_words(d, h, words);
     }
   }
   if (BY_BLOCK) {
