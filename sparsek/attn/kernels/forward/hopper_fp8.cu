@@ -75,7 +75,7 @@ constexpr u32 TURN = V_EMPTY + 8 * STAGES, ZERO = TURN + 8 * 4 * GROUPS;
 static_assert(ZERO + 16 <= SMEM_BYTES, "hopper_fp8.py counts shared memory differently");
 static_assert(Q_BYTES % 1024 == 0 && K_BYTES % 1024 == 0 && V_BYTES % 1024 == 0, "swizzled slots");
 static_assert(64 % PACK == 0 && BM % (64 * GROUPS / PACK) == 0 && BK % KEYS == 0, "a tile lies in a block of the mask");
-// Steps without a rule have code without it; else registers do not suffice.
+// Whether steps without a rule have a loop of their own: in other shapes two loops spill.
 constexpr bool APART = GROUPS == 2 ? V_DIM >= KEYS : V_DIM == KEYS;
 constexpr float PEAK = 8.f;      // P is 2^PEAK times the weight: e4m3 goes to 448, and weights to 2^-17 are not zero
 constexpr float LEAST = 1e-37f;  // of a row's factor: 0 times a score of -inf would be NaN
@@ -286,7 +286,7 @@ struct Sums { Rows m, l, kept; };
 // A word with 1 from bit `first` on: everywhere if that is below 0, nowhere if it is above 31.
 PTX u32 bits_from(int first) { u32 x; asm("shl.b32 %0, -1, %1;" : "=r"(x) : "r"(max(first, 0))); return x; }
 
-// Scores of a thread's row h whose bit is 1: words of 32 keys each, from the thread's first key on.
+// Scores of a thread's row h whose bit is 1, -inf elsewhere: words of 32 keys each, from the thread's first key on.
 PTX void by_words(float (&d)[WIDE], int h, const u32 (&words)[KEYS / 32]) {
 #pragma unroll
   for (int j = 0; j < KEYS / 4; j++) {

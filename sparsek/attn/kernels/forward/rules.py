@@ -8,8 +8,8 @@ all kernels, once for each layout of scores, so that who changes it sees all of 
 By members `rules` are words of the entry, with a bit for each token of the tile; the ends are the last `window` keys of
 an interval and its first `sinks`.
 
-`bits` are int32 words [rules, BM, BK / 32] for blocks of BM queries and BK keys. An expression that is shared by these
-functions changes the order of instructions in some of them, so each has its own.
+`bits` are int32 words [rules, BM, BK / 32] for blocks of BM queries and BK keys. An expression that functions of the
+backward pass share changes the order of instructions in some of them, so each has its own.
 """
 
 from typing import Any
@@ -140,9 +140,10 @@ def member_bounds(T: gl.constexpr, bit, lo, hi, ends):
         return gl.where(bit, lo, hi), lo
 
 
-# Gluon, forward: scores [rows, T.keys] in wgmma's layout, where no function moves a score to another thread. A rule is
-# words of 32 keys, which can be made while wgmma still computes the scores. These are viewed as [rows, words, 4, 4, 2]:
-# a thread has one of the second four, so the bits of its scores are constants, and R2P tests two of them at once.
+# Gluon, forward: scores [rows, T.keys] in wgmma's layout, where no function moves a score to another thread. Intervals
+# and bits are words of 32 keys, which can be made while wgmma still computes the scores; members follow it. Scores are
+# viewed as [rows, words, 4, 4, 2]: a thread has one of the second four, so the bits of its scores are constants, and
+# R2P tests two of them at once.
 
 
 @gluon.jit
@@ -157,7 +158,7 @@ def by_words(T: gl.constexpr, s, words):
     ONE: gl.constexpr = gl.SliceLayout(2, gl.SliceLayout(3, view.type.layout))
     one = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(1, ONE)))
     bit = 1 << (eight[None, None, :, None, None] + one[None, None, None, None, :])
-    # By PTX: LLVM would pack the results of 48 tests into numbers, and unpack them.
+    # By PTX: LLVM would pack the results of the tests into numbers, and unpack them.
     PTX: gl.constexpr = """{ .reg .pred p; .reg .b32 x; and.b32 x, $2, $3; setp.ne.b32 p, x, 0;
     selp.f32 $0, $1, 0fFF800000, p; }"""
     given = [view, words[:, :, None, :, None], bit]

@@ -12,7 +12,7 @@ directions. One producer warp loads Q, then for each step of keys reads the bloc
 consumer warpgroup owns 64 rows and runs the online softmax, as in hopper.attention_fwd. A row is one query
 of one head; `pack` query heads that share a head of keys lie side by side, so that requests of few queries fill tiles.
 
-Steps whose keys some query does not see come first. They compare each score's key with its row's bounds: keys from
+Steps whose keys some query does not see come first. Words of bits say which of their keys a row sees: those from
 `lo` to `hi`, and the first sinks. Where the keys of a request end, its page holds anything, NaN too, and 0 times NaN
 is NaN: the producer clears such rows of V in shared memory before it passes them on. Pages that no key of a step lies
 in, or none that a window or the sinks reach, are not read: TMA reads zeros outside a tensor.
