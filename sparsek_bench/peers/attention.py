@@ -398,7 +398,8 @@ class CudnnFlex(AttentionPeer):
     def why_not(self, case: Any, device: torch.device) -> list[str]:
         reasons = {
             f"takes two intervals of keys of each query, not {case.mask_text.words}": case.mask_text.rule
-            is None,
+            is None
+            and not case.mask.startswith("documents"),
             f"takes {' and '.join(LOW)}, not {case.dtype}": case.dtype not in LOW,
         }
         return super().why_not(case, device) + holding(reasons)

@@ -412,6 +412,24 @@ def test_rows_after_the_last_request_need_no_tiles(note: str) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("note", [note for note in NOTES if note != "sink logits"])
+def test_a_query_of_nan_gives_nan_and_changes_no_other(note: str) -> None:
+    x = CASES[note].make("cuda")
+    wanted, lse = attend(x, return_lse=True)
+    row = x.end - 1  # the last request's last query sees keys, in its lists too
+    q = x.q.clone()
+    q[row] = torch.nan
+    out, found = attend(x, q=q, return_lse=True)
+    seen = lse[:, row] > -torch.inf
+    assert seen.any()
+    assert out[row, seen].isnan().all()
+    assert found[seen, row].isnan().all()
+    others = [at for at in range(x.end) if at != row]
+    assert torch.equal(out[others], wanted[others])
+    assert torch.equal(found[:, others], lse[:, others])
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("note", NOTES)
 def test_a_graph_follows_lengths_tables_and_lists(note: str) -> None:
     case = replace(CASES[note], loose=True)

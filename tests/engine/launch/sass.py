@@ -78,13 +78,15 @@ class Loop(NamedTuple):
     """An innermost loop that multiplies by wgmma.
 
     `loads` counts its loads from global memory, `local` its loads and stores of spilled registers, `exponentials` its
-    exp2, and `beside` those of them that run while wgmma does: after a wait that leaves some under way.
+    exp2, and `beside` those of them that run while wgmma does: after a wait that leaves some under way. `predicates`:
+    its R2P, each of which makes several of a register's bits.
     """
 
     loads: int
     local: int
     exponentials: int
     beside: int
+    predicates: int = 0
 
 
 def disassembled(cubin: bytes) -> str:
@@ -317,4 +319,4 @@ def _summed_up(code: list[Instruction]) -> Loop:
         elif i.opcode == "MUFU.EX2" and under_way:
             beside += 1
     exponentials = sum(i.opcode == "MUFU.EX2" for i in code)
-    return Loop(count("LDG"), count("LDL") + count("STL"), exponentials, beside)
+    return Loop(count("LDG"), count("LDL") + count("STL"), exponentials, beside, count("R2P"))

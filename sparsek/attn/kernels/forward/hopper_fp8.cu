@@ -304,7 +304,8 @@ template <bool FIRST, bool RULED = true> PTX void maxima(float (&d)[WIDE], Walk&
     for (int h = 0; h < 2; h++) {
       const u32 row = row_at(w.smem, own_row(thread) + 8 * h);
       u32 words[KEYS / 32];
-      const int* stored = bits + (i64)block.rule * (BM * BK / 32) + get<Row>(row + 8).words + block.key % BK / 32;
+      const int word = get<Row>(row + 8).words + block.key % BK / 32;
+      const int* stored = bits + (i64)max(block.rule, 0) * (BM * BK / 32) + word;
       const Bounds seen = get<Bounds>(row);
       const int first = block.key + 2 * quarter;
 #pragma unroll

@@ -214,8 +214,10 @@ def test_cut_tiles_are_cut() -> None:
         assert kernel.default(problem(q, k, v, made)).split
 
 
-@pytest.mark.parametrize("name", [*DIMS, PORTABLE])
-def test_a_query_of_nan_gives_nan_and_changes_no_other(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "scale"), [(HOPPER, ""), (FP8, "head"), (FP8, "block"), (PORTABLE, "")], ids=str
+)
+def test_a_query_of_nan_gives_nan_and_changes_no_other(name: str, scale: Any) -> None:
     """Also where a tile is cut and its parts are merged: rows 0 to 255 see all keys."""
     mask, heads = MANY["global rows split"]
     q, k, v, made = AttentionCase("cut", mask, heads=heads, dims=(128, 128)).make(
@@ -225,11 +227,13 @@ def test_a_query_of_nan_gives_nan_and_changes_no_other(name: str) -> None:
     rows = torch.tensor([100, 1500], device="cuda")
     kernel = load(name)
     if name == FP8:
-        given = sk.quantize_heads(q, k, v)
+        given = sk.quantize_heads(q, k, v, scale)
+        assert kernel.default(problem(*given, mask=made)).split
         clean = attend(kernel, *given, made)
         given[0].values.view(torch.uint8)[:, :, rows] = 0x7F  # NaN
     else:
         given = q, k, v
+        assert name == PORTABLE or kernel.default(problem(*given, mask=made)).split
         clean = attend(kernel, *given, made)
         q[:, :, rows] = torch.nan
     others = torch.ones(6000, dtype=torch.bool, device="cuda").index_fill(0, rows, False)

@@ -91,6 +91,7 @@ def test_machine_code(c: Config) -> None:
     *without, ruled = sorted(loops, key=len)
     assert len(without) == (c.v_dim >= c.keys if c.groups == 2 else c.v_dim == c.keys)
     assert "FSEL" in ruled
+    assert "R2P" in ruled or not (c.interval or c.bits), "a predicate for each score would be a test for each"
     assert not any("FSEL" in each for each in without)
 
 

@@ -119,6 +119,8 @@ def check_code(c: Config, dtype: str, code: Code, spills: Spills) -> None:
         assert any(copy.startswith(f"cp.async.bulk.tensor.{start}") for copy in copies), f"{start}: {where}"
     plain = [loop for loop in code.loops if loop.loads <= (2 if c.alibi else 0)]
     assert len(plain) == c.groups or c.alibi, where
+    ruled = [loop for loop in code.loops if loop not in plain]
+    assert all(loop.predicates >= c.keys // 8 for loop in ruled), f"scores are masked by a test each: {where}"
     assert code.stack <= spills.stack, where
     assert code.spills <= spills.bytes, where
     assert all(loop.local <= spills.in_step for loop in plain), f"a step without rules spills: {where}"
