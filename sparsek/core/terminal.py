@@ -397,12 +397,16 @@ class _Ticker:
         self.say(self.text)
 
     def rest(self) -> str:
-        """The time left, if it is wanted, by the last steps: a run that goes on somewhere skips its first ones."""
+        """The time left, if it is wanted, by the last steps: a run that goes on somewhere skips its first ones.
+
+        After two steps, as the first may be of another kind; and not by less than what the step that runs has taken.
+        """
         some = self.ends[-1 - RECENT :]
-        if not self.left or len(some) < 2 or self.done >= self.total:
+        if not self.left or len(some) < 3 or self.done >= self.total:
             return ""
-        step = (some[-1] - some[0]) / (len(some) - 1)
-        seconds = step * (self.total - self.done - 1) + max(step - (self.last - some[-1]), 0.0)
+        now = self.last - some[-1]
+        step = max((some[-1] - some[0]) / (len(some) - 1), now)
+        seconds = step * (self.total - self.done - 1) + step - now
         return f", {seconds:.0f} s left" if seconds < 99.5 else f", {seconds / 60:.0f} min left"
 
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from sparsek.core import arguments
+from sparsek.core import arguments, dtypes
 from sparsek.core.device import CARDS, Card, card_named, card_of
 from sparsek.core.errors import InvalidInput, Unsupported
 from sparsek.models.config import AUTO, BlockSemiSparse, BlockSparse, Float8, LayerConfig, SemiSparse, form_of
@@ -244,11 +244,14 @@ def timed(
         weight, tokens = split_rows(weight, count)[0], max(1, tokens * routes // count)
     like = torch.empty(weight.shape, dtype=dtype, device="meta")
     dense = predict(like, tokens, dtype, card).seconds
+    row = replace(row, dense_seconds=count * dense, dtype=dtypes.name(dtype))
     try:
-        seconds: float | None = predict(beside(weight, card), tokens, dtype, card, form.kernel).seconds
+        seconds = predict(beside(weight, card), tokens, dtype, card, form.kernel).seconds
     except Unsupported:
-        seconds = None
-    return replace(row, seconds=None if seconds is None else count * seconds, dense_seconds=count * dense)
+        cure = "" if dtype in dtypes.LOW else "; cast the model to bf16"
+        why = f"no kernel is fast in {row.dtype} on {card.name}{cure}"
+        return replace(row, seconds=None, why="; ".join(filter(None, (row.why, why))))
+    return replace(row, seconds=count * seconds)
 
 
 def error_of(weight: Tensor, card: Card) -> Callable[[LayerConfig], float]:

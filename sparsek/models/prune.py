@@ -160,8 +160,8 @@ def prune(
     check_matches(config, layers_of(model))
     arguments.one_of("method", method, scores.METHODS)
     arguments.one_of("budget", budget, scores.BUDGETS)
-    if reconstruct is not None:
-        arguments.one_of("reconstruct", reconstruct, get_args(Reconstruct))
+    if reconstruct not in (None, *get_args(Reconstruct)):
+        raise InvalidInput(f"reconstruct is {arguments.shown(reconstruct)}; use layer or block, or None")
     if any(each.is_meta for each in model.parameters()):
         raise InvalidInput(
             "the model is on the meta device, without values to prune by; load its weights first"

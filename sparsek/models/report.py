@@ -19,6 +19,7 @@ from sparsek.pictures import blocks, svg
 from sparsek.products.formats.quantized import Quantized
 from sparsek.products.formats.two_four import GROUP, unpack
 
+NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")  # a whole part of a layer's name
 CELLS, SIDE = 48, 192  # cells and pixels of the longer side of a picture
 CORNER, PIXEL = (16, 32), 6  # elements of a detail, and pixels of each
 PICTURES = 256  # on a page
@@ -59,6 +60,7 @@ class LayerRow:
         error_after: The same after the update and the reconstruction by layer, and in FP8 after rounding.
         seconds: The predicted time of its product; None without a card, and where no kernel runs.
         dense_seconds: The predicted time of the dense product; None without a card.
+        dtype: That of its weight, for which times are predicted, such as "fp32"; "" without a card.
         pruning_seconds: The time that its pruning took; None of `sparsify_`.
         measured_speed: Its measured speed over that of the dense layer, on inputs as `measure` gives it; None without.
         picture: The share of stored blocks in each cell of its pattern, for the page; None without blocks.
@@ -77,6 +79,7 @@ class LayerRow:
     error_after: float | None = None
     seconds: float | None = None
     dense_seconds: float | None = None
+    dtype: str = ""
     pruning_seconds: float | None = None
     measured_speed: float | None = None
     picture: np.ndarray | None = field(default=None, compare=False, repr=False)
@@ -197,7 +200,7 @@ class ModelReport:
         ]
         groups: dict[tuple[Any, ...], list[LayerRow]] = {}
         for row in self.rows:
-            key = re.sub(r"\d+", "*", row.name), row.shape, row.format, re.sub(r"\d+", "*", row.why_not)
+            key = NUMBER.sub("*", row.name), row.shape, row.format, re.sub(r"\d+", "*", row.why_not)
             groups.setdefault(key, []).append(row)
         lines = [[*heads, "why"]]
         for (name, shape, form, _), rows in groups.items():
@@ -237,11 +240,20 @@ class ModelReport:
         return list(self._facts())
 
     def _facts(self) -> Iterator[str]:
-        yield f"{sum(bool(row.format) for row in self.rows)} of {len(self.rows)} layers are sparse"
+        forms = [row.format for row in self.rows if row.format]
+        rounded, of_all = sum(form.startswith("dense") for form in forms), f"of {len(self.rows)} layers are"
+        if len(forms) > rounded or not forms:
+            yield f"{len(forms) - rounded} {of_all} sparse" + f", {rounded} dense in FP8" * (rounded > 0)
+        else:
+            yield f"{rounded} {of_all} dense in FP8"
         if self.speed:
+            timed = [row for row in self.replaced if row.speed is not None]
+            whose = (
+                "their" if len(timed) == len(self.replaced) else f"the {len(timed)} whose time is predicted:"
+            )
             yield (
-                f"their products take {1 / self.speed:.3g}x the time of dense ones with {self.tokens} tokens, "
-                f"predicted for {self.card}"
+                f"{whose} products take {1 / self.speed:.3g}x the time of dense ones with {self.tokens} tokens in "
+                f"{' and '.join(sorted({row.dtype for row in timed}))}, predicted for {self.card}"
             )
         if self.measured is not None:
             share = self.measured.seconds / self.measured.dense_seconds

@@ -311,7 +311,7 @@ def _replacement(
             check_finite("its weight", dense)
         new = SparseLinear.from_dense(old, config)
     weight = new.weight
-    kept = min(1.0, stored_fraction(weight))
+    kept = kept_share(weight)
     norm = None if dense.is_meta else kept_norm(weight, dense)
     found = replace(
         row,
@@ -329,11 +329,12 @@ def _replacement(
     routes = routes_of(old.experts) if isinstance(old, PackedLinear) else 1
     found = timed(found, weight, dense.dtype, form, card, tokens, routes)
     if skip_slower and (found.speed or 0.0) < 1:
-        why = "has no kernel"
+        why = f"{found.why}, with {tokens} tokens"
         if found.speed is not None:
-            why = f"is predicted at {found.speed:.2f}x the speed of a dense one"
-        times = {"seconds": found.seconds, "dense_seconds": found.dense_seconds}
-        return replace(row, why_not=f"{why}, with {tokens} tokens on {card.name}", why="", **times), None
+            why = f"is predicted at {found.speed:.2f}x the speed of a dense one in {found.dtype}"
+            why += f", with {tokens} tokens on {card.name}"
+        times = {"seconds": found.seconds, "dense_seconds": found.dense_seconds, "dtype": found.dtype}
+        return replace(row, why_not=why, why="", **times), None
     return found, new
 
 
@@ -344,6 +345,24 @@ def _about(name: str) -> Iterator[None]:
         yield
     except InvalidInput as error:
         raise InvalidInput(f"{name}: {error}") from None
+
+
+def kept_share(weight: Any) -> float:
+    """The share of a weight's values that is stored, without what blocks hold beyond its edge. At most one sync.
+
+    On the meta device, where no pattern is known, all blocks count as whole.
+    """
+    inner = weight.matrix if isinstance(weight, Quantized) else weight
+    pattern, share = getattr(inner, "pattern", None), stored_fraction(weight)
+    if pattern is None or not pattern.is_ragged or not pattern.nnzb or inner.device.type == "meta":
+        return min(1.0, share)
+    places = pattern.block_rows, pattern.indices
+    sides = [
+        (n - at.long() * b).clamp(max=b)
+        for n, at, b in zip(pattern.shape, places, pattern.block, strict=True)
+    ]
+    inside = float((sides[0] * sides[1]).sum()) / (pattern.nnzb * math.prod(pattern.block))
+    return share * inside
 
 
 def kept_norm(weight: Any, dense: Tensor) -> float:

@@ -34,9 +34,9 @@ The linear layers of this model are sparse, as SparseK stores them. Import it be
 
 ```python
 import sparsek.integrations.transformers
-from transformers import AutoModel
+from transformers import {0}
 
-model = AutoModel.from_pretrained("...")
+model = {0}.from_pretrained("...")
 ```
 """
 OF_DIFFUSERS = """---
@@ -205,8 +205,12 @@ def _finish(folder: Path, model: Any) -> None:
             file.write((json.dumps(config, indent=2, sort_keys=True) + "\n").encode())
     readme = folder / README
     if not readme.exists():
-        of_diffusers = hasattr(model, "register_to_config")
-        readme.write_text(OF_DIFFUSERS.format(type(model).__name__) if of_diffusers else OF_TRANSFORMERS)
+        name, text = type(model).__name__, OF_TRANSFORMERS
+        if hasattr(model, "register_to_config"):
+            text = OF_DIFFUSERS
+        elif not hasattr(sys.modules.get("transformers"), name):  # a class of the user's
+            name = "AutoModel"
+        readme.write_text(text.format(name))
 
 
 IndexedLayer._savers_know = staticmethod(install)

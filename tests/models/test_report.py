@@ -129,6 +129,48 @@ def test_the_planner_reaches_a_speed_with_small_errors() -> None:
         sk.sparsify_(wide().to("meta"), "auto", max_error=0.5)
 
 
+def test_a_report_names_the_dtype_of_predictions_and_layers_without_one() -> None:
+    model = nn.Sequential(nn.Linear(2048, 2048), nn.Linear(2048, 2048))
+    rules = {"0": sk.BlockSparse(128, 0.25), "1": sk.BlockSparse(64, 0.05)}
+    report = sk.sparsify_(copy.deepcopy(model), rules, card="h200")
+    assert [row.seconds is None for row in report.rows] == [True, False]
+    assert report.rows[0].why == "no kernel is fast in fp32 on NVIDIA H200; cast the model to bf16"
+    assert "; the 1 whose time is predicted: products take " in str(report)
+    assert " tokens in fp32, predicted for NVIDIA H200" in str(report)
+    low = sk.sparsify_(model.to(torch.bfloat16), rules, card="h200")
+    assert {row.dtype for row in low.rows} == {"bf16"}
+    assert "; their products take " in str(low)
+
+
+@pytest.mark.parametrize(
+    ("sides", "config"),
+    [
+        ((160, 320), sk.BlockSparse(128, 0.5)),
+        ((128, 256), sk.BlockSparse(96, 0.5)),
+        ((160, 320), sk.BlockSemiSparse(128, 0.5)),
+        ((128, 256), sk.BlockSparse(64, 0.5)),
+    ],
+    ids=str,
+)
+def test_the_kept_share_leaves_out_what_blocks_hold_beyond_the_edge(
+    sides: tuple[int, int], config: Any
+) -> None:
+    model = nn.Sequential(nn.Linear(sides[1], sides[0]))
+    (row,) = sk.sparsify_(model, config).rows
+    layer: Any = model[0]
+    assert row.kept == pytest.approx(float((layer.weight.to_dense() != 0).float().mean()), abs=1e-3)
+
+
+def test_dense_layers_in_fp8_are_not_called_sparse_and_numbers_in_names_are_kept() -> None:
+    block = nn.ModuleDict({"fc1": nn.Linear(128, 128), "fc2": nn.Linear(128, 128)})
+    model: Any = nn.Sequential(block, copy.deepcopy(block))
+    text = str(sk.sparsify_(copy.deepcopy(model), {"*fc1": sk.Float8()}))
+    assert text.startswith("2 of 4 layers are dense in FP8\n")
+    assert [line.split()[0] for line in text.splitlines()[2:]] == ["*.fc1", "*.fc2"]
+    text = str(sk.sparsify_(model, {"*fc1": sk.Float8(), "*fc2": HALF}))
+    assert text.startswith("2 of 4 layers are sparse, 2 dense in FP8\n")
+
+
 @pytest.mark.parametrize(
     ("config", "form"),
     [

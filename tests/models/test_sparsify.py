@@ -500,7 +500,7 @@ def test_layers_slower_than_dense_ones_are_skipped_on_demand() -> None:
     assert "predicted for NVIDIA H200" in str(seen)
     report = sk.sparsify_(model, rules, skip_slower=True)
     assert [row.name for row in report.replaced] == ["0"]
-    assert "x the speed of a dense one, with 4096 tokens on NVIDIA H200" in report.skipped[0].why_not
+    assert "x the speed of a dense one in fp32, with 4096 tokens on NVIDIA H200" in report.skipped[0].why_not
 
 
 @pytest.mark.gpu

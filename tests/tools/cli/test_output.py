@@ -165,7 +165,7 @@ def test_the_time_left_is_told_by_the_last_steps(monkeypatch: pytest.MonkeyPatch
         now += 30
         say("a long one")
     assert capsys.readouterr().err.splitlines() == [
-        "1/30 blocks, 72 s left",
+        "1/30 blocks",
         *("5/30 blocks, 85 s left", "6/30 blocks, 3 min left", "7/30 blocks, 8 min left"),
         *("8/30 blocks, 13 min left", "9/30 blocks, 19 min left", "9/30 a long one, 18 min left"),
     ]
