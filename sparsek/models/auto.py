@@ -79,7 +79,7 @@ class Auto:
             return None
         if not given:
             raise InvalidInput(
-                f'"{AUTO}" chooses within a loss that you allow: give max_error=, such as 0.1, or speedup=, such as 1.5'
+                f'"{AUTO}" chooses within a loss that you allow: give max_error, such as 0.1, or speedup, such as 1.5'
             )
         if max_error is not None:
             max_error = arguments.number("max_error", max_error, 0)

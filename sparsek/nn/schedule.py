@@ -58,8 +58,8 @@ class PatternSchedule:
         generator: A torch.Generator on the device of the model, for "random"; torch's global one by default.
 
     Raises:
-        InvalidInput: For arguments outside these ranges, for neither `keep` nor `swapped`, and for a model without a
-            BlockSparseLinear.
+        InvalidInput: For arguments outside these ranges, for neither `keep` nor `swapped`, for a `keep` above what all
+            layers store, and for a model without a BlockSparseLinear.
 
     Examples:
         >>> layer = sk.nn.BlockSparseLinear.random(64, 128, 16, 0.5)
@@ -105,6 +105,13 @@ class PatternSchedule:
         self.generator = generator
         self.steps = 0
         self.first = {name: x.pattern.density for name, x in self.layers.items()}
+        # A schedule that goes on has reached its share, rounded to blocks.
+        most = max(x.pattern.density + 1 / max(1, math.prod(x.pattern.grid)) for x in self.layers.values())
+        if self.keep is not None and not self.swapped and most < self.keep:
+            raise InvalidInput(
+                f"keep is {self.keep:g}, and no layer stores more than {max(self.first.values()):.3g} of its blocks: "
+                "no pattern would change"
+            )
 
     def share(self, name: str, step: int | None = None) -> float:
         """Return the share of all blocks that a layer stores after a step, that of now by default.

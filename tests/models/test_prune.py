@@ -492,7 +492,7 @@ def made_for_inference() -> nn.Module:
         ({"method": "best"}, "method is 'best'"),
         ({"reconstruct": "all"}, "reconstruct is 'all'"),
         ({"budget": "none"}, "budget is 'none'"),
-        ({"config": "auto"}, "give max_error="),
+        ({"config": "auto"}, "give max_error"),
         ({"config": "auto", "speedup": 0.5}, "speedup is 0.5"),
         ({"config": "auto", "speedup": 99}, "speedup=99 is out of reach"),
         ({"config": "auto", "max_error": 0.1, "budget": "owl"}, "budget 'owl' spreads"),

@@ -379,7 +379,7 @@ def broken() -> nn.Sequential:
         (mlp, {"0": HALF, "1": None}, "the rule for '1' matches no layer"),
         (mlp, {}, "config is {}"),
         (mlp, "automatic", "config is 'automatic'"),
-        (mlp, "auto", "give max_error="),
+        (mlp, "auto", "give max_error"),
         (mlp, {"*": 0.5}, "the rule for '\\*' is 0.5"),
         (mlp, {3: HALF}, "a rule is for 3"),
         (lambda: nn.Linear(64, 64), HALF, "itself a Linear"),

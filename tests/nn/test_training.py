@@ -117,6 +117,8 @@ def test_wrong_schedules_are_refused() -> None:
     for name, bad in (("end", 0), ("every", 0), ("begin", 0), ("keep", 2), ("swapped", -1), ("by", "x")):
         with pytest.raises(InvalidInput, match=name):
             sk.nn.PatternSchedule(layer(), **{"end": 5, "keep": 0.5, name: bad})
+    with pytest.raises(InvalidInput, match=r"keep is 0.75, and no layer stores more than 0.25 of its blocks"):
+        sk.nn.PatternSchedule(sk.nn.BlockSparseLinear.random(128, 128, 32, 0.25), end=6, keep=0.75)
     with pytest.raises(InvalidInput, match="neither keep nor swapped"):
         sk.nn.PatternSchedule(layer(), end=5)
     with pytest.raises(InvalidInput, match="no BlockSparseLinear"):

@@ -199,7 +199,7 @@ def test_a_run_that_was_ended_goes_on_to_the_same_bytes(
         (["--config", "semi24:64"], "semi24 has no blocks"),
         (["--config", "auto:64"], "auto has neither block nor share"),
         (["--config", "dense"], "add a --rule"),
-        (["--config", "auto"], "give max_error="),
+        (["--config", "auto"], "give max_error"),
         (["--rule", "*.mlp.*"], "write GLOB=CONFIG"),
         (["--rule", "*.up=bsr", "--rule", "*.up=dense"], "there is a rule for '*.up' already"),
         (
