@@ -337,6 +337,7 @@ def operand(dtype: torch.dtype, *shape: int) -> torch.Tensor:
 
 
 DOUBLES = random_bsr(256, 256, 64, 0.5, dtype=torch.float64)
+WIDE = sk.BSR.from_dense(torch.ones(2048, 2048), block=128, keep=0.25)
 SLOW: dict[str, tuple[Any, str]] = {
     "attention fp32": (
         lambda: sk.plan_attention(*[operand(torch.float32, 1, 8, 4096, 128)] * 3, device="h200"),
@@ -353,6 +354,10 @@ SLOW: dict[str, tuple[Any, str]] = {
     "spmm": (
         lambda: sk.plan_spmm(DOUBLES, torch.ones(256, 8).double(), device="h200"),
         "reference.spmm.* takes fp64: cast to bf16, fp16 or fp32 for portable",
+    ),
+    "spmm fp32": (
+        lambda: sk.plan_spmm(WIDE, operand(torch.float32, 2048, 4096), device="h200"),
+        "portable.spmm is predicted to take longer in fp32: cast to bf16 or fp16 for hopper.spmm",
     ),
     "spgemm": (
         lambda: sk.plan_spgemm(DOUBLES, DOUBLES, device="h200"),

@@ -134,18 +134,28 @@ def _stated(value: Any) -> Any:
 def _slow(p: Any, name: str, kernels: Iterable[Any]) -> str:
     """Why a reference runs on a GPU, and in which dtypes another kernel would."""
     found: dict[str, list[str]] = {}
+    slower = ""  # the best of the kernels for GPUs that take the call as it is
     for dtype in ("bf16", "fp16", "fp32"):
         other = p.plain(dtype) if hasattr(p, "plain") else replace(p, dtype=dtype)
         able = [k for k in kernels if not getattr(k, "only_by_name", "") and not k.why_not(other)]
         able = [k for k in able if not k.name.startswith("reference.")]
-        if able and dtype != p.dtype:
+        if able:
             best = min(able, key=lambda k: k.seconds(other, k.default(other)))
-            found.setdefault(best.name, []).append(dtype)
-    why = f"slow: {name}, plain torch, runs, because no kernel for GPUs takes"
+            if dtype == p.dtype:
+                slower = best.name
+            else:
+                found.setdefault(best.name, []).append(dtype)
+    why = f"slow: {name}, plain torch, runs, because "
     if not found:
-        return f"{why} this call; the lines of the others say what each lacks"
+        others = "the lines of the others say what each lacks"
+        return why + (
+            f"{slower} is predicted to take longer"
+            if slower
+            else f"no kernel for GPUs takes this call; {others}"
+        )
     casts = [
         f"to {' or '.join((', '.join(low[:-1]), low[-1])[len(low) < 2 :])} for {k}"
         for k, low in found.items()
     ]
-    return f"{why} {p.dtype}: cast {', '.join(casts)}"
+    cause = f"{slower} is predicted to take longer in" if slower else "no kernel for GPUs takes"
+    return f"{why}{cause} {p.dtype}: cast {', '.join(casts)}"
