@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from difflib import SequenceMatcher
 from typing import Any
 
 import torch
@@ -376,7 +377,11 @@ def check_matches(config: Any, layers: Mapping[str, Any]) -> None:
     for rule in config if isinstance(config, Mapping) else ():
         by_place = isinstance(rule, (str, type))  # predicates are called with linear layers only
         if not any(matches(rule, name, x) for name, x in layers.items() if by_place or is_linear(x)):
-            shown = repr(rule) if isinstance(rule, str) else arguments.shown(rule)
+            if isinstance(rule, str):  # those whose names are most alike first
+                alike = {name: -SequenceMatcher(None, rule, name).ratio() for name in layers}
+                shown, layers = repr(rule), dict(sorted(layers.items(), key=lambda each: alike[each[0]]))
+            else:
+                shown = arguments.shown(rule)
             raise InvalidInput(f"the rule for {shown} matches no layer; layers are {_some(layers)}")
 
 

@@ -34,6 +34,7 @@ REFUSED = {
     "learnable_sink": "it is called sink_logits here: [Hq] in float32 or the dtype of q",
     "causal": "write is_causal=True, or mask=sparsek.MaskPolicy(), which puts the last query at the last key",
     "window_size": "write mask=sparsek.MaskPolicy(window=...), which counts the query's own key",
+    "window": "write mask=sparsek.MaskPolicy(window=...), which counts the query's own key",
     "softmax_scale": "pass it as scale=",
     "sm_scale": "pass it as scale=",
     "enable_gqa": "leave it out: q may have any multiple of the heads of k and v",
