@@ -89,7 +89,7 @@ SUITES = {
     "density": rows("auto", *(_square(block, share) for block in (128, 64, 32, 16) for share in DENSITIES)),
     "blocks": BY_BLOCK,
     # The other three products of the same size, next to A @ B and its tuned peers.
-    "forms": rows("auto", *(_square(128, 0.125, form=form) for form in FORMS)),
+    "forms": rows("auto", *(_square(block, 0.125, form=form) for block in (128, 16) for form in FORMS)),
     # Sides that no tile divides, and uneven rows: the schedule must hold up here too.
     "ragged": rows(
         "auto",

@@ -119,7 +119,7 @@ REFUSED = (
     R("activation of a plan", WIDE, lambda a, b: sk.plan_spmm(a, b, epilogue=Epilogue(activation=cast(Any, "tanh"))),
       "activation is 'tanh'; use one of relu, gelu, gelu_tanh, silu"),
     R("kernel", BSR_, lambda a, b: sk.spmm(a, b, kernel="hopper"),
-      "no kernel of spmm is called 'hopper'; known: hopper.spmm, hopper.spmm_paired, portable.spmm, .*cpu.spmm, ref"),
+      "no kernel of spmm is called 'hopper'; known: hopper.spmm, hopper.spmm_paired, .*cpu.spmm, ref"),
     R("kernel and plan", BSR_,
       lambda a, b: sk.spmm(a, b, plan=sk.plan_spmm(a, b, kernel="cpu.spmm"), kernel="vendor.dense"),
       "kernel='vendor.dense' contradicts plan, which uses cpu.spmm"),

@@ -72,10 +72,11 @@ def test_what_a_plan_cannot_follow_is_said() -> None:
         plan.retarget(first.values)  # pyright: ignore[reportArgumentType]
 
 
-@pytest.mark.parametrize("kernel", ["hopper.spmm", "hopper.spmm_paired"])
+@pytest.mark.parametrize("kernel", ["hopper.spmm", "hopper.spmm_paired", "hopper.spmm_mma"])
 def test_rows_that_were_joined_are_apart_in_a_retargeted_plan(kernel: str) -> None:
     """As on a GPU, but that the host makes the schedule."""
-    first, moved = (random_bsr(1024, 1024, 32, d, dtype=torch.bfloat16) for d in (0.2, 0.1))
+    side = 16 if kernel == "hopper.spmm_mma" else 32
+    first, moved = (random_bsr(1024, 1024, side, d, dtype=torch.bfloat16) for d in (0.2, 0.1))
     b = torch.empty(1024, 512, dtype=torch.bfloat16)
     joined = {"joined_rows": 2} if kernel == "hopper.spmm" else None
     plan = plan_spmm(first, b, kernel=kernel, config=joined, device="h200")
@@ -88,4 +89,4 @@ def test_rows_that_were_joined_are_apart_in_a_retargeted_plan(kernel: str) -> No
         moved.nnzb,
         True,
     )
-    assert len(followed.work.tiles) == 2 + 32 * -(-512 // followed.config.block_cols)
+    assert len(followed.work.tiles) == 2 + 1024 // side * -(-512 // followed.config.block_cols)

@@ -8,6 +8,7 @@ A module holds its kernel as KERNEL, or several by name in KERNELS.
 KERNELS: tuple[tuple[str, str, str, str], ...] = (
     ("spmm", "hopper.spmm", "spmm.hopper", "bsr"),
     ("spmm", "hopper.spmm_paired", "spmm.hopper_paired", "bsr"),
+    ("spmm", "hopper.spmm_mma", "spmm.hopper_mma", "bsr"),
     ("spmm", "portable.spmm", "spmm.portable", "bsr"),
     ("spmm", "portable.spmm_skinny", "spmm.portable_skinny", "bsr"),
     ("spmm", "vendor.dense", "spmm.vendor_dense", "bsr"),

@@ -13,7 +13,7 @@ from sparsek.core.errors import InvalidInput
 from sparsek.products.kernels.sddmm import hopper as hopper_sddmm
 from sparsek.products.kernels.sddmm import portable as portable_sddmm
 from sparsek.products.kernels.spgemm import portable as portable_spgemm
-from sparsek.products.kernels.spmm import hopper, hopper_24, hopper_paired, hopper_skinny_24
+from sparsek.products.kernels.spmm import hopper, hopper_24, hopper_mma, hopper_paired, hopper_skinny_24
 from sparsek.products.kernels.spmm import hopper_fp8 as hopper_spmm_fp8
 from sparsek.products.kernels.spmm import portable as portable_spmm
 
@@ -22,6 +22,7 @@ HOPPER = (
     hopper.Config(BLOCK, 2, 1, 256, 64, 1, 4),
     hopper_spmm_fp8.Config(BLOCK, 2, 1, 256, 64, 1, 4),
     hopper_paired.Config((64, 64)),
+    hopper_mma.Config(),
     hopper_24.Config(fp8=".e4m3.e5m2"),
     hopper_skinny_24.Config(4, 1, 1, 2, 2, 1),
     hopper_sddmm.Config(BLOCK, 2, 1, 128, 64, 1, 4),

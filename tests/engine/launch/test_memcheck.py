@@ -17,6 +17,7 @@ ROOT = Path(__file__).parents[3]
 KERNELS = {
     "hopper.spmm": ("spmm", sanitize),
     "hopper.spmm_paired": ("paired", sanitize),
+    "hopper.spmm_mma": ("mma_kernel", sanitize),
     "portable.spmm": ("spmm", sanitize),
     "hopper.semi24": ("semi24", sanitize_24),
     "hopper.bsr24": ("semi24", sanitize_24),

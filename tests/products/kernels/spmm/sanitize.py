@@ -32,11 +32,17 @@ PAIRED = (
     (1040, 512, 576, (16, 16), 0.2, "row"),
     (1040, 512, 576, (16, 32), 0.2, "col"),
 )
+MMA = (
+    (1040, 512, 584, (16, 16), 0.2, "row"),
+    (104, 120, 72, (16, 16), 0.3, "col"),
+    (1000, 4112, 136, (16, 16), 1.0, "col"),
+)
+OWN = {"hopper.spmm_paired": PAIRED, "hopper.spmm_mma": MMA}
 
 
 def main(name: str) -> None:
     kernel = kernels.load(name)
-    for m, k, n, block, density, layout in PAIRED if name == "hopper.spmm_paired" else CASES:
+    for m, k, n, block, density, layout in OWN.get(name, CASES):
         a = random_bsr(
             m, k, block, density, pattern="powerlaw", dtype=torch.bfloat16, device="cuda", seed=m + n
         )

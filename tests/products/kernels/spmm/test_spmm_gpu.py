@@ -273,6 +273,7 @@ def test_every_other_tile_of_a_cta_adds_its_blocks_backwards_unless_rows_are_lop
 REPLAYED: dict[str, tuple[tuple[int, int, int], tuple[int, int]]] = {
     **dict.fromkeys(FAST, ((500, 512, 200), (64, 64))),
     "hopper.spmm_paired": ((1024, 512, 576), (32, 32)),
+    "hopper.spmm_mma": ((1000, 512, 576), (16, 16)),
 }
 
 
@@ -385,8 +386,8 @@ def test_nan_and_inf_in_untouched_rows_of_b_never_reach_c(
     out = poisoned((a.shape[0], n), b.dtype, "cuda")
     p = problem(a, b, out)
     if kernel.why_not(p):
-        other_blocks = name == "hopper.spmm_paired" and block not in ((64, 64), (16, 16))
-        assert other_blocks or name in ("vendor.dense", "cpu.spmm"), kernel.why_not(p)
+        blocks = {"hopper.spmm_paired": ((64, 64), (16, 16)), "hopper.spmm_mma": ((16, 16),)}.get(name)
+        assert (blocks and block not in blocks) or name in ("vendor.dense", "cpu.spmm"), kernel.why_not(p)
         return
     for c in configs(kernel, p):
         out.fill_(float("nan"))
