@@ -51,7 +51,7 @@ def _merge(
     for s in range(slots):
         at = (slot + s) * SLOT + row
         part = tl.load(lse_part + at, mask=live, other=float("-inf"))
-        seen = part > float("-inf")  # o_part of a row without any key is ignored
+        seen = part != float("-inf")  # o_part of a row without any key is ignored
         o_at = o_part + (at[:, None] * DV + col[None, :])
         o = tl.load(o_at, mask=seen[:, None] & (col < DV)[None, :], other=0.0)
         now = tl.maximum(top, part)

@@ -267,12 +267,11 @@ def attended(
     if masked > 0:
         rule = RULE(T, True, 0, masked, tile)
         s = warpgroup_mma_wait(0, deps=(issued,))
-        mbarrier.arrive(k_empty.index(slot), count=1)
         s = MASK(T, True, CHANGE(T, s, 0, masked, tile), rule, 0, masked, tile)
     else:
         s = warpgroup_mma_wait(0, deps=(issued,))
-        mbarrier.arrive(k_empty.index(slot), count=1)
         s = MASK(T, False, CHANGE(T, s, 0, masked, tile), 0, 0, masked, tile)
+    mbarrier.arrive(k_empty.index(slot), count=1)
     m = gl.full((64,), float("-inf"), gl.float32, ROW)
     l = gl.zeros((64,), gl.float32, ROW)
     pairs, m, l, alpha = softmax(T, s, m, l, scale, DTYPE)

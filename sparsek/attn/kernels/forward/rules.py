@@ -140,10 +140,10 @@ def member_bounds(T: gl.constexpr, bit, lo, hi, ends):
         return gl.where(bit, lo, hi), lo
 
 
-# Gluon, forward: scores [rows, T.keys] in wgmma's layout, where no function moves a score to another thread. A rule is
-# words of 32 keys, which can be made while wgmma still computes the scores; where all 64 rows see a block by their bits
-# alone it is a select of rows. Scores are viewed as [rows, words, 4, 4, 2]: a thread has one of the second four, so the
-# bits of its scores are constants, and R2P tests two of them at once.
+# Gluon, forward: scores [rows, T.keys] in wgmma's layout, where no function moves a score to another thread. Intervals
+# and bits are words of 32 keys, which can be made while wgmma still computes the scores; members follow it. Scores are
+# viewed as [rows, words, 4, 4, 2]: a thread has one of the second four, so the bits of its scores are constants, and
+# R2P tests two of them at once.
 
 
 @gluon.jit
@@ -191,14 +191,14 @@ def interval_words(T: gl.constexpr, key0, lo, hi, sunk=None):
     WORDS: gl.constexpr = none.type.layout
     ROW: gl.constexpr = gl.SliceLayout(1, WORDS)
     w = gl.arange(0, T.keys // 32, gl.SliceLayout(0, gl.SliceLayout(2, WORDS))) * 32
-    begins = key0 + gl.arange(0, 4, gl.SliceLayout(0, ROW)) * 2
+    place = key0 + gl.arange(0, 4, gl.SliceLayout(0, ROW)) * 2
     EACH: gl.constexpr = gl.SliceLayout(1, ROW)
-    first = gl.convert_layout(lo, EACH)[:, None] - begins[None, :]
-    end = gl.convert_layout(hi, EACH)[:, None] - begins[None, :]
+    first = gl.convert_layout(lo, EACH)[:, None] - place[None, :]
+    end = gl.convert_layout(hi, EACH)[:, None] - place[None, :]
     found = bits_from(first[:, None, :] - w[None, :, None]) & ~bits_from(end[:, None, :] - w[None, :, None])
     if sunk is not None:
-        below = gl.convert_layout(sunk, EACH)[:, None] - begins[None, :]
-        found = found | ~bits_from(below[:, None, :] - w[None, :, None])
+        end = gl.convert_layout(sunk, EACH)[:, None] - place[None, :]
+        found = found | ~bits_from(end[:, None, :] - w[None, :, None])
     return found
 
 
@@ -211,8 +211,8 @@ def stored_words(T: gl.constexpr, words, row):
     r = gl.arange(0, 64, gl.SliceLayout(1, ROW))
     w = gl.arange(0, T.keys // 32, gl.SliceLayout(0, ROW))
     found = gl.load(words + ((row + r) // T.pack)[:, None] * (T.block[1] // 32) + w[None, :])
-    shift = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, WORDS))) * 2
-    return found[:, :, None] >> shift[None, None, :]
+    place = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, WORDS))) * 2
+    return found[:, :, None] >> place[None, None, :]
 
 
 @gluon.jit
@@ -227,14 +227,18 @@ def by_members(T: gl.constexpr, s, key0, words, row, lo, hi, inner, ends):
 
     `inner`: keys from its first to its second number are from lo to hi for every row.
     """
+    KEYS: gl.constexpr = T.keys
     r = (row + gl.arange(0, 64, gl.SliceLayout(1, s.type.layout))) // T.pack
     bit = member_bit(T, words, r)
     if T.member_ends:
         first, end = member_bounds(T, bit, lo, hi, ends)
-        s = by_words(T, s, interval_words(T, key0, first, hi) | interval_words(T, key0, lo, end))
+        key = gl.expand_dims(gl.arange(0, KEYS, gl.SliceLayout(0, s.type.layout)), 0)
+        window = (key >= gl.expand_dims(first - key0, 1)) & (key < gl.expand_dims(hi - key0, 1))
+        sunk = (key >= gl.expand_dims(lo - key0, 1)) & (key < gl.expand_dims(end - key0, 1))
+        s = gl.where(window | sunk, s, float("-inf"))
     else:
         begin, end = inner
-        if (key0 >= begin) & (key0 + T.keys <= end):
+        if (key0 >= begin) & (key0 + KEYS <= end):
             s = gl.where(gl.expand_dims(bit, 1), s, float("-inf"))
         else:
             s = by_bounds(T, s, key0, gl.where(bit, lo, hi), hi)

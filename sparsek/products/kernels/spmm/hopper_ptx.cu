@@ -1,4 +1,4 @@
-/* What the kernels of hopper_24.cu, hopper_paired.cu and hopper_mma.cu have in common: PTX wrappers, matrix descriptors, activations.
+/* What the kernels of hopper_24.cu and hopper_paired.cu have in common: PTX wrappers, matrix descriptors, activations.
    Their line that includes this file is replaced by it before NVRTC compiles them (engine/launch/nvrtc.py).
    CLUSTER, HALF, C_COL and ACT are constants of the compilation. */
 

@@ -35,7 +35,6 @@ from sparsek.products.kernels.pack.to_24 import unpacked_blocks
 from sparsek.products.kernels.spmm import (
     hopper,
     hopper_fp8,
-    hopper_mma,
     hopper_paired,
     portable,
     portable_fp8,
@@ -49,8 +48,8 @@ WHOLE = (128, 128)  # the blocks of an unpacked Semi24
 KERNELS_OF_BSR: dict[str, Any] = {
     each.name: each
     for each in (
-        hopper.KERNEL, hopper_paired.KERNEL, hopper_mma.KERNEL, portable.KERNEL, portable_skinny.KERNEL,
-        hopper_fp8.KERNEL, portable_fp8.KERNEL,
+        hopper.KERNEL, hopper_paired.KERNEL, portable.KERNEL, portable_skinny.KERNEL, hopper_fp8.KERNEL,
+        portable_fp8.KERNEL,
     )
 }  # fmt: skip
 
