@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -31,7 +31,7 @@ from sparsek.models.config import (
 )
 from sparsek.models.reconstruct import Quadratic, least_squares, quadratic, relative_error
 from sparsek.models.scores import Moments
-from sparsek.models.stream import Stack
+from sparsek.models.stream import PRUNED, Stack, Stop, Stream, tensors_in
 from sparsek.nn import SparseLinear
 from sparsek.nn.experts import PackedLinear, why_no_packed_fit
 from sparsek.nn.replace import Facts, is_conv1d, linear_layers
@@ -125,7 +125,7 @@ def updated(
     if moments is not None and (follow or method == "obs"):
         fit = fitted(name, wide, bias, moments, follow)
     else:
-        check_finite(name, w, bias, moments)
+        check_finite(name, w, bias)
     if live is None or fit is None:
         return select(wide, config, method, moments, fit, follow), fit
     rows, columns = live
@@ -141,15 +141,100 @@ def updated(
 
 def fitted(name: str, w: Tensor, bias: Tensor | None, moments: Moments, follow: bool) -> Quadratic:
     """The error of a layer as a quadratic; raises InvalidInput for NaN and Inf."""
-    check_finite(name, w, bias, moments)
+    check_finite(name, w, bias)
     return quadratic(w.to(scores.solver_dtype(w.shape[1])), bias, moments, name, follow)
 
 
-def check_finite(name: str, w: Tensor, bias: Tensor | None, moments: Moments | None = None) -> None:
-    """InvalidInput for NaN and Inf in a layer's weight or bias, or in the moments of its inputs."""
-    parts = (w, bias, None if moments is None else moments.h)
-    if not all(bool(each.isfinite().all()) for each in parts if each is not None):
-        raise InvalidInput(f"{name}: its weight, its bias, or its inputs on the calibration, have NaN or Inf")
+def check_finite(name: str, w: Tensor, bias: Tensor | None) -> None:
+    """InvalidInput for NaN and Inf in a layer's weight or bias."""
+    for what, each in (("weight", w), ("bias", bias)):
+        if each is not None and not bool(each.isfinite().all()):
+            raise InvalidInput(f"{name}: its {what} has NaN or Inf")
+
+
+def checked(
+    moments: Moments | None,
+    line: Stream,
+    index: int,
+    sides: Sequence[tuple[nn.Module, Mapping[str, Any], str]],
+) -> Moments | None:
+    """Return the moments of a group of layers, if they are finite.
+
+    Raises InvalidInput with the first layer of the block that has NaN or Inf in its inputs, or in its residual, and
+    with their source. `sides`: the block, its layers by name, and DENSE or PRUNED.
+    """
+    parts = () if moments is None else (moments.h, moments.g, *moments.shift.values())
+    if moments is None or all(bool(each.isfinite().all()) for each in parts):
+        return moments
+    broken = [name for name, each in moments.shift.items() if not bool(each.isfinite().all())]
+    for block, layers, side in sides:
+        faults = [_first_fault(line, index, block, layers, side, batch) for batch in range(len(line))]
+        found = [
+            (*each, at)
+            for each, at in zip(faults, line.numbers, strict=True)
+            if each[1] or (broken and each[2])
+        ]
+        if found:
+            _, name, source, batch = min(found, key=lambda each: each[0])
+            own, what, verb = (name, "inputs", "have") if name else (broken[0], "residual", "has")
+            where = "in the pruned model " if side == PRUNED else ""
+            raise InvalidInput(
+                f"{own}: its {what} on calibration batch {batch} {where}{verb} NaN or Inf; {source}"
+            )
+    name = next(iter(moments.energy))
+    raise InvalidInput(
+        f"{name}: squares of its inputs on the calibration are not finite in float32; give smaller inputs, or leave it "
+        "dense by a rule"
+    )
+
+
+def _first_fault(
+    line: Stream, index: int, block: nn.Module, layers: Mapping[str, Any], side: str, batch: int
+) -> tuple[int, str, str]:
+    """The first layer of a block with NaN or Inf in its inputs, or "": what runs before it, its name, their source."""
+    owners = (
+        (name, each.experts if isinstance(each, PackedLinear) else each) for name, each in layers.items()
+    )
+    names = {id(each): name for name, each in reversed([*owners])}  # of one module the first
+    count, found, sources, places = 0, "", [], [*line.stack.blocks]
+
+    def faults(tree: Any) -> Tensor:
+        plain = (x for x in tensors_in(tree) if x.is_floating_point() and x.layout == torch.strided)
+        real = (line.real(x.detach(), batch).float().flatten() for x in plain)
+        return torch.cat([x[~x.isfinite()].cpu() for x in real] or [torch.empty(0, device="cpu")])
+
+    def see(name: str, result: bool, module: nn.Module, *given: Any) -> None:
+        nonlocal count, found
+        count += 1
+        values = faults(given[-1] if result else given)
+        if bool((values != -math.inf).any()):  # which masks have
+            sources.append((name, result))
+        if len(values) and not result and id(module) in names:
+            found = names[id(module)]
+            raise Stop
+
+    hooks: list[Any] = []
+    for name, each in block.named_modules():
+        enter, leave = (functools.partial(see, name, result) for result in (False, True))
+        hooks.append(each.register_forward_pre_hook(enter, with_kwargs=True))
+        hooks.append(each.register_forward_hook(leave))
+    try:
+        line.call(block, index, side, batch)
+    except Stop:
+        pass
+    finally:
+        for hook in hooks:
+            hook.remove()
+    args, kwargs = line.batches[batch]
+    if not found and not sources:
+        return count, "", ""
+    if len(faults((args, [each for name, each in kwargs.items() if not name.endswith("mask")]))):
+        return count, found, "the batch has them itself"
+    name, result = sources[0] if sources else (found.removeprefix(places[index]).strip("."), False)
+    if not name and not result and index:
+        return count, found, f"{places[index - 1]} returns them"
+    name = ".".join(filter(None, (places[index], name))) or type(block).__name__
+    return count, found, f"{name} returns them" if result else f"what runs before {name} makes them"
 
 
 def _spread(part: Tensor, live: Live, shape: torch.Size) -> Tensor:

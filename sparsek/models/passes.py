@@ -22,7 +22,7 @@ from sparsek.core.errors import InvalidInput
 from sparsek.core.tracing import is_functorch_wrapped_tensor
 from sparsek.models import stream
 from sparsek.models.config import Float8
-from sparsek.models.layer import check_finite, parts_of, weights_of
+from sparsek.models.layer import check_finite, checked, parts_of, weights_of
 from sparsek.models.scores import Moments
 from sparsek.models.stream import DENSE, PRUNED, ActivationStore, Stack, Stream, is_in, tensors_in
 from sparsek.nn.experts import PackedLinear
@@ -99,7 +99,7 @@ class Passes:
                         for each in group:
                             seen = []
                             for part, one in zip(parts_of(layers[each]), moments, strict=True):
-                                check_finite(each, *part, one)
+                                check_finite(each, *part)
                                 seen += [] if one is None else [look(each, part, one)]
                             if seen:
                                 found[each] = seen[0] if len(seen) == 1 else sum(seen) / len(seen)
@@ -138,13 +138,15 @@ class Passes:
     ) -> Iterable[Moments | None]:
         """The moments of the inputs of a group of layers, of the dense block and of the pruned one.
 
-        None without a token. Those of each packed expert are computed when they are iterated over.
+        None without a token. Those of each packed expert are computed when they are iterated over. Raises InvalidInput
+        for NaN and Inf.
         """
-        first = group[0]
+        first, sides = group[0], [(dense, originals, DENSE)]
+        sides += [] if block is dense else [(block, layers, PRUNED)]
         if isinstance(originals[first], PackedLinear):
-            both = [(dense, originals[first], DENSE)]
-            both += [] if block is dense else [(block, layers[first], PRUNED)]
-            return self._moments_of_experts(line, index, both, first, calls)
+            both = [(module, own[first], side) for module, own, side in sides]
+            found = self._moments_of_experts(line, index, both, first, calls)
+            return (checked(each, line, index, sides) for each in found)
         weights = {name: weights_of(originals[name]) for name in group}
         places = {name: residuals[name] for name in group if name in residuals}
         weight = weights[first][0]
@@ -152,15 +154,14 @@ class Passes:
         moments = Moments(weight.shape[1], group, weight.device, fp8=fp8)
 
         def add(batch: int) -> None:  # which lets go of a batch before the next one runs
-            sides = [
+            seen = [
                 inputs(
                     module, own[first], partial(line.call, module, index, side, batch), calls, places.values()
                 )
-                for module, own, side in ((dense, originals, DENSE), (block, layers, PRUNED))
-                if side == DENSE or block is not dense
+                for module, own, side in sides
             ]
             (theirs, there), (ours, here) = (
-                ([x for x, *_ in found], at) for found, at in (sides[0], sides[-1])
+                ([x for x, *_ in found], at) for found, at in (seen[0], seen[-1])
             )
             if [x.shape for x in ours] != [x.shape for x in theirs]:  # routed in another way
                 theirs = ours
@@ -178,7 +179,7 @@ class Passes:
 
         for batch in range(len(line)):
             add(batch)
-        return [moments.mean() if moments.count else None]
+        return [checked(moments.mean() if moments.count else None, line, index, sides)]
 
     def _moments_of_experts(
         self,

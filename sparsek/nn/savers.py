@@ -5,7 +5,7 @@ layers alone would load as noise. So each model that they save has a description
 guards in its files, which fit no dense layer, and a README.md that names the import.
 
 The first sparse layer of a process that has loaded one of them changes its `save_pretrained`; models without sparse
-layers are saved as before.
+layers are saved as before, and a README.md of an earlier sparse one is removed, unless it was changed.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import inspect
 import json
+import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -86,7 +87,13 @@ def _saving(plain: Callable[..., Any]) -> Callable[..., Any]:
         only_adapters = has_adapters and "save_peft_format" in signature.parameters
         is_inner = any(each is self for each in SAVED.get())  # of a save_pretrained of a subclass
         if not layers or only_adapters or is_inner:
-            return plain(self, *args, **options)
+            found = plain(self, *args, **options)
+            if not layers and not only_adapters:
+                given = signature.bind(self, *args, **options).arguments
+                readme = Path(given["save_directory"]) / README
+                if given.get("is_main_process", True) and _is_ours(readme):  # of a sparse model before
+                    readme.unlink()
+            return found
         call = signature.bind(self, *args, **options)
         given = call.arguments
         _check(self, given)
@@ -204,13 +211,22 @@ def _finish(folder: Path, model: Any) -> None:
         with files.replacing(folder / CONFIG) as file:
             file.write((json.dumps(config, indent=2, sort_keys=True) + "\n").encode())
     readme = folder / README
-    if not readme.exists():
+    if not readme.exists() or _is_ours(readme):
         name, text = type(model).__name__, OF_TRANSFORMERS
         if hasattr(model, "register_to_config"):
             text = OF_DIFFUSERS
         elif not hasattr(sys.modules.get("transformers"), name):  # a class of the user's
             name = "AutoModel"
         readme.write_text(text.format(name))
+
+
+def _is_ours(readme: Path) -> bool:
+    """Whether a README.md is as `_finish` writes it, of a model of any class, and not changed since."""
+    if not readme.is_file():
+        return False
+    text = readme.read_text(encoding="utf-8", errors="replace")
+    names = re.findall(r"import (\w+)$", text, re.MULTILINE)
+    return any(text == ours.format(name) for ours in (OF_TRANSFORMERS, OF_DIFFUSERS) for name in names)
 
 
 IndexedLayer._savers_know = staticmethod(install)

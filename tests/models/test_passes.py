@@ -2,6 +2,7 @@
 
 import copy
 import json
+import re
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -392,8 +393,49 @@ def test_padding_may_hold_anything(config: Any, reconstruct: Any):
         for row, plain in zip(report.rows, reports[0].rows, strict=True):
             assert (row.error, row.error_after) == pytest.approx((plain.error, plain.error_after))
     broken = [{"x": torch.full((8, 12, 32), torch.nan), "attention_mask": mask}]
-    with pytest.raises(InvalidInput, match="its inputs on the calibration, have NaN"):
+    with pytest.raises(InvalidInput, match=r"0\.a: its inputs on calibration batch 0 have NaN"):
         sk.prune(Padded(), config, calibration=broken, reconstruct=reconstruct)
+
+
+@pytest.mark.parametrize("permute", [True, False])
+@pytest.mark.parametrize(
+    ("where", "said"),
+    [
+        ("batch", "0.a: its inputs on calibration batch 2 have NaN or Inf; the batch has them itself"),
+        ("residual", "0.b: its residual on calibration batch 2 has NaN or Inf; the batch has them itself"),
+        ("norm", "1.a: its inputs on calibration batch 0 have NaN or Inf; 1.norm returns them"),
+        ("block", "1.a: its inputs on calibration batch 0 have NaN or Inf; 0 returns them"),
+        (
+            "function",
+            "0.b: its inputs on calibration batch 0 have NaN or Inf; what runs before 0.b makes them",
+        ),
+        (
+            "large",
+            "its inputs on the calibration are not finite in float32; give smaller inputs, or leave it dense by a rule",
+        ),
+    ],
+)
+def test_nan_is_traced_to_the_first_layer_that_has_it_and_to_its_source(where: str, said: str, permute: bool):
+    def usual(own: Any, x: Tensor) -> Tensor:
+        y = own.act(own.a(x.nan_to_num() if where == "residual" else x if where == "large" else own.norm(x)))
+        y = y.masked_fill(x > 1e3, torch.inf) if where == "batch" else y
+        return x + own.b(y / 0 if where == "function" else y)
+
+    made, batches = model(usual), data(3)
+    if where in ("batch", "residual"):
+        batches[2][5, 7] = torch.nan
+    if where == "batch":
+        batches[1][5, 7] = 1e4  # whose fault comes later
+    if where == "large":
+        batches[2][5] = 1e30
+    if where == "norm":
+        made[1].norm.weight.data[3] = torch.nan
+    if where == "block":
+        made[0].c.bias.data[3] = torch.inf
+        made[0].b = made[0].c
+    rules: Any = {"0.*": None, "*": HALF} if where == "block" else HALF
+    with pytest.raises(InvalidInput, match=f"{re.escape(said)}$"):
+        sk.prune(made, rules, calibration=batches, permute=permute)
 
 
 class Ended(BaseException):

@@ -420,8 +420,8 @@ def test_nan_is_refused_with_the_name_of_the_first_layer(where: str, budget: Any
         x[5] = torch.inf
     else:
         model.get_parameter(where).data[3] = torch.nan
-    named = "[02]" if where == "inputs" else where[0]
-    with pytest.raises(InvalidInput, match=rf"^{named}: its weight, its bias, or its inputs"):
+    what = "inputs on calibration batch 0 have" if where == "inputs" else f"{where[2:]} has"
+    with pytest.raises(InvalidInput, match=f"^{where[0].replace('i', '0')}: its {what} NaN or Inf"):
         sk.prune(model, HALF, calibration=[x], budget=budget)
 
 

@@ -229,3 +229,35 @@ def test_calls_after_loading_do_not_wait_for_a_gpu(
             y = made(x)
         graph.replay()
         assert alike(y, right(x))
+
+
+def test_the_readme_of_a_sparse_checkpoint_goes_with_its_sparse_layers(tmp_path: Path) -> None:
+    transformers = loader("transformers")
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": 2}
+    made = transformers.BertModel(transformers.BertConfig(vocab_size=32, **sizes))
+    other = transformers.BertForMaskedLM(made.config)
+    readme, texts = tmp_path / "README.md", []
+    for each in (made, other, made):
+        sk.sparsify_(each, sk.BlockSparse(block=16, keep=0.5), filter_fn=lambda _, name: "output" in name)
+        each.save_pretrained(tmp_path)
+        texts.append(readme.read_text())
+    assert texts[0] == texts[2] == texts[1].replace("BertForMaskedLM", "BertModel") != texts[1]
+    own = [
+        texts[0] + "More of the user.\n",
+        texts[0].replace("transformers\ntags", "transformers\nlicense: mit\ntags"),
+    ]
+    for text in own:
+        readme.write_text(text)
+        other.save_pretrained(tmp_path)
+        assert readme.read_text() == text
+    sk.densify_(made)
+    for text in own:
+        readme.write_text(text)
+        made.save_pretrained(tmp_path)
+        assert readme.read_text() == text
+    readme.write_text(texts[1])
+    made.save_pretrained(save_directory=str(tmp_path), is_main_process=False)
+    assert readme.exists()
+    made.save_pretrained(str(tmp_path))
+    assert not readme.exists()
+    assert type(transformers.BertModel.from_pretrained(tmp_path).encoder.layer[0].output.dense) is nn.Linear

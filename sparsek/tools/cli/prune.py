@@ -6,7 +6,7 @@ import shutil
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple, TypeVar, get_args
@@ -120,10 +120,10 @@ def prune(
     """Prunes the linear layers of a model by calibration, and writes a checkpoint that from_pretrained loads.
 
     Activations and finished blocks are in OUT/unfinished until the checkpoint is written. After a kill, --resume with
-    the same options goes on there. report.html and report.json beside the checkpoint have the error and kept norm of
-    each layer, and speeds. On texts that were held out they have the perplexity of a causal model, or of the targets
-    of an encoder-decoder, or the mean cosine of an encoder's hidden states to the dense ones. Nothing is downloaded,
-    and no code of a model is run.
+    the same options goes on there; of a finished run it only names the result. report.html and report.json beside the
+    checkpoint have the error and kept norm of each layer, and speeds. On texts that were held out they have the
+    perplexity of a causal model, or of the targets of an encoder-decoder, or the mean cosine of an encoder's hidden
+    states to the dense ones. Nothing is downloaded, and no code of a model is run.
 
     --json: that of report.json: {out, rows: [{name, shape, format, why_not, why, config, kept, kept_norm, error,
     error_after, seconds, dense_seconds, pruning_seconds, measured_speed, speed}], card, tokens, speed, measured:
@@ -136,6 +136,21 @@ def prune(
     for name, value in (("--samples", samples), ("--length", length), ("--batch", batch)):
         arguments.integer(name, value, 2 if name == "--length" else 1)
     rules = _rules(config, rule or [], keep, block)
+    about = {
+        "model": model.resolve().name,
+        "config": ", ".join([*(rule or []), f"{config} (block {block}, keep {keep} where not given)"]),
+        "method": f"{method}, reconstruct {reconstruct}, budget {budget}{'' if permute else ', no-permute'}",
+    }
+    document = _finished(out, about) if resume else None
+    if document is not None:
+        shutil.rmtree(out / UNFINISHED, ignore_errors=True)
+        if json:
+            print_json(document)
+        else:
+            console().print(
+                f"{out}: the run is finished; its report is {out / 'report.html'}", soft_wrap=True
+            )
+        return
     folder, where = _folder(out, resume), arguments.device("--device", device or _usual_device())
     texts, held_out = _texts(calib), None if evaluate is None else _texts(evaluate)
     if held_out is None:
@@ -155,7 +170,7 @@ def prune(
     if where.type == "cuda":
         torch.cuda.reset_peak_memory_stats(where)
     blocks = max(1, sum(len(stack.blocks) for stack in stream.stacks_of(found)))
-    with progress(blocks + 2, "prune", left=True) as (say, advance):
+    with _made(out), progress(blocks + 2, "prune", left=True) as (say, advance):
         done = 0
 
         def step(finished: int, total: int, name: str) -> None:
@@ -191,9 +206,7 @@ def prune(
             found.save_pretrained(out)
             tokenizer.save_pretrained(out)
     shown = {
-        "model": model.resolve().name,
-        "config": ", ".join([*(rule or []), f"{config} (block {block}, keep {keep} where not given)"]),
-        "method": f"{method}, reconstruct {reconstruct}, budget {budget}{'' if permute else ', no-permute'}",
+        **about,
         "calibration": f"{calib.name}, {_count(calibration)} texts of up to {data.length} tokens",
         "time": f"{time.monotonic() - began:.0f} s",
         "peak memory": _peak(where),
@@ -267,11 +280,28 @@ def _check_words(tokenizer: Any, texts: Sequence[Text], path: Path) -> None:
     )
 
 
+def _finished(out: Path, about: Mapping[str, str]) -> Any:
+    """The report of a run that is finished, or None. Raises InvalidInput for one of other options."""
+    path = out / "report.json"
+    if not path.is_file():  # which is written last
+        return None
+    document = json_value(files.content(path), path)
+    had = document.get("settings") if isinstance(document, Mapping) else None
+    if not isinstance(had, Mapping) or not about.keys() <= had.keys():
+        return None
+    for name, value in about.items():
+        if had[name] != value:
+            raise InvalidInput(
+                f"{out}: has a finished run whose {name} is {had[name]}, and not {value}; -o names the folder of a new "
+                "checkpoint"
+            )
+    return document
+
+
 def _folder(out: Path, resume: bool) -> Path:
     """The folder of the run, in that of the checkpoint. Raises InvalidInput where there is something else."""
     folder = out / UNFINISHED
-    with files.blamed_on(out, InvalidInput, "cannot be made"):
-        out.mkdir(parents=True, exist_ok=True)
+    with _made(out), files.blamed_on(out, InvalidInput, "cannot be read"):
         others = [each for each in out.iterdir() if each != folder]
     if (folder / stream.STATE).exists():
         if not resume:
@@ -279,6 +309,25 @@ def _folder(out: Path, resume: bool) -> Path:
     elif others:
         raise InvalidInput(f"{out}: is not empty; -o names the folder of a new checkpoint")
     return folder
+
+
+@contextmanager
+def _made(out: Path) -> Iterator[None]:
+    """A folder, made with those above it. Those that it makes and that stay empty go; so does a run without a state."""
+    folder = out / UNFINISHED
+    with files.blamed_on(out, InvalidInput, "cannot be made"):
+        new = [each for each in (folder, out, *out.parents) if not each.exists()]
+        out.mkdir(parents=True, exist_ok=True)
+    try:
+        yield
+    except SparseKError:
+        if folder in new and not (folder / stream.STATE).exists():
+            shutil.rmtree(folder, ignore_errors=True)
+        raise
+    finally:
+        for each in new:
+            with suppress(OSError):
+                each.rmdir()
 
 
 def _usual_device() -> str:

@@ -186,8 +186,47 @@ def test_a_run_that_was_ended_goes_on_to_the_same_bytes(
     assert (out / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
     figures = [json.loads((each / "report.json").read_text()) for each in (out, whole)]
     assert figures[0]["quality"] == figures[1]["quality"]
-    full = run("prune", made["llama"], "-o", out, *given, "--resume")
-    assert "is not empty; -o names the folder of a new checkpoint" in " ".join(full.stderr.split())
+    files = {each: each.stat().st_mtime_ns for each in out.iterdir()}
+    (out / command.UNFINISHED).mkdir()  # of a kill while it was removed
+    (out / command.UNFINISHED / stream.STATE).touch()
+    done = run("prune", made["llama"], "-o", out, *given, "--resume")
+    assert (done.exit_code, done.stderr) == (0, "")
+    said = " ".join(done.stdout.split())
+    assert f"{out}: the run is finished; its report is {out / 'report.html'}" in said
+    assert {each: each.stat().st_mtime_ns for each in out.iterdir()} == files
+    as_json = run("prune", made["llama"], "-o", out, *given, "--resume", "--json")
+    assert json.loads(as_json.stdout) == json.loads((out / "report.json").read_text())
+    other = run("prune", made["llama"], "-o", out, *given, "--resume", "--keep", "0.25")
+    assert (other.exit_code, other.stdout) == (2, "")
+    said = (
+        "has a finished run whose config is bsr (block 32, keep 0.5 where not given), and not bsr (block 32"
+    )
+    assert said in " ".join(other.stderr.split())
+    again = run("prune", made["llama"], "-o", out, *given)
+    assert "is not empty; -o names the folder of a new checkpoint" in " ".join(again.stderr.split())
+
+
+def test_what_is_refused_leaves_no_folder(run, made: Any, tmp_path: Path) -> None:
+    lib: Any = importlib.import_module("transformers")
+    with_nan, texts = tmp_path / "nan", ["--calib", made["texts"], "--block", "32"]
+    model = lib.AutoModelForCausalLM.from_pretrained(made["llama"])
+    model.model.layers[0].mlp.up_proj.weight.data[3] = torch.nan
+    model.save_pretrained(with_nan)
+    lib.AutoTokenizer.from_pretrained(made["llama"]).save_pretrained(with_nan)
+    (tmp_path / "has").mkdir()
+    for out in (tmp_path / "out", tmp_path / "over" / "out", tmp_path / "has"):
+        for folder, more, said in (
+            (made["llama"], ["--device", "tpu"], "device"),
+            (made["llama"], ["--rule", "*.nothing=bsr"], "matches no layer"),
+            (made["llama"], ["--config", "auto", "--speedup", "99"], "speed"),
+            (tmp_path / "nothing", [], "is no folder of transformers"),
+            (with_nan, [], "up_proj: its weight has NaN or Inf"),
+        ):
+            result = run("prune", folder, "-o", out, *texts, *more)
+            assert said in " ".join(result.stderr.split())
+            assert result.exit_code == 2
+            assert not [*out.iterdir()] if out.name == "has" else not out.exists()
+            assert not (tmp_path / "over").exists()
 
 
 @pytest.mark.parametrize(
@@ -204,7 +243,7 @@ def test_a_run_that_was_ended_goes_on_to_the_same_bytes(
         (["--rule", "*.up=bsr", "--rule", "*.up=dense"], "there is a rule for '*.up' already"),
         (
             ["--rule", "*.nothing=bsr"],
-            "matches no layer; layers are model.embed_tokens, model.layers.0.self_attn.q_proj",
+            "matches no layer; layers are model.layers.0.mlp.down_proj, model.layers.1.mlp.down_proj",
         ),
         (["--method", "best"], "--method is 'best'"),
         (["--reconstruct", "all"], "--reconstruct is 'all'"),
