@@ -15,7 +15,7 @@
    registers once. Blocks of A come by cp.async in the order in which the warp needs them, AHEAD of them under way
    (`Stream`), over the ends of tiles; no other warp reads them. A wgmma would need 64 rows with a common column.
 
-   Bottleneck (docs/notes/products-paired.md): the wait of mma.sync for its sums, and L2.
+   Bottleneck (docs/notes/products-paired.md): shared memory, of which B's part is read again by each of 16 warps.
 
    Capital names that are not defined here are constants of the compilation: Config.defines in hopper_mma.py, which also
    describes what a call must be. Sums are float32. NVRTC compiles this file with hopper_ptx.cu in it. */
@@ -32,7 +32,7 @@ struct Params {
   const int* slots;   // [count]: the first row of B of each slot of a unit
   const u32* masks;   // [WARPS][count]: bit 31 - (2 * column + row) for each stored block of a warp in a slot
   const int* begins;  // [units * WARPS + 1]: the first block of each warp in `order`
-  const int* order;   // [nnzb + 1]: stored blocks as warps need them
+  const int* order;   // [nnzb + AHEAD + 1]: stored blocks as warps need them, and others
   const void* values; // [nnzb, 16, 16]: A
   const void* bias;   // [m] in C's dtype
   void* c;
@@ -148,23 +148,27 @@ PTX void load_b(const TensorMap& map, const Params& p, u32 smem) {
 // A warp's blocks of A, over all tiles of the CTA. A lane copies 16 bytes of each.
 struct Stream {
   const Params& p;
-  const int* next;                   // in `order`
-  int coming, left = 0, tile, last;  // the block to copy next; so many of this tile; the tile after it
-  int first = 0, end = 0, warp, lane;  // of `order`, in that tile
-  u32 ring, at = 0, put, get;        // all slots; the one in use, to be overwritten next; this lane's places in a slot
+  const int* next;          // in `order`
+  int coming, left;         // the block to copy next; so many of its tile
+  int tile, last, warp;     // the tile after it
+  int first = 0, end = 0;   // of `order`, in that tile
+  u32 ring, at = 0, put, get;  // all slots; the one in use, to be overwritten next; this lane's places in a slot
   const char* from;
 
-  PTX Stream(const Params& p, u32 smem, int warp, int lane) : p(p), next(p.order), coming(0), warp(warp), lane(lane) {
+  PTX Stream(const Params& p, u32 smem, int warp, int lane) : p(p), warp(warp) {
     // Pieces of 16 bytes: halves of rows 4 to 7 and 12 to 15 change places, or 8 rows would share banks.
     const int row = A_COL ? lane % 8 + lane / 16 * 8 : lane % 16, half = A_COL ? lane / 8 % 2 : lane / 16;
     ring = smem + A_AT + warp * (AHEAD * BLOCK_BYTES);
     put = kept(lane / 2 * 32 + ((lane % 2 ^ lane / 8 % 2) << 4), lane);
     get = kept(row * 32 + ((half ^ row / 4 % 2) << 4), lane);
     from = (const char*)p.values + lane * 16;
+    asm volatile("" : "+l"(from));  // one sum, not two for each block
     tile = p.starts[blockIdx.x], last = p.starts[blockIdx.x + 1];
+    next = p.order, coming = *next;
     bounds();
+    turn(lane);
 #pragma unroll 1
-    for (int i = 0; i < AHEAD; i++) fetch(i * BLOCK_BYTES);
+    for (int i = 0; i < AHEAD; i++) fetch(i * BLOCK_BYTES, lane);
   }
   // Where the blocks of `tile` are. They are needed when those of the tile before have been copied.
   PTX void bounds() {
@@ -172,15 +176,23 @@ struct Stream {
     const int group = p.tiles[4 * tile + 2] * WARPS + warp;
     first = p.begins[group], end = p.begins[group + 1];
   }
-  PTX void fetch(u32 slot) {
+  // Goes on to the next tile with a block. After the last one it copies AHEAD others, which nobody reads.
+  PTX void turn(int lane) {
+    left = 0;
     while (left == 0 && tile < last) {
+      left = end - first;
       // Kept, or the loaded index would go to a uniform register at once, which waits for the load.
-      next = p.order + kept(first, lane), left = end - first, coming = *next;
+      if (left) next = p.order + kept(first, lane), coming = *next;
       tile++;
       bounds();
     }
-    if (left > 0) copy(ring + slot + put, from + (i64)coming * BLOCK_BYTES), coming = *++next, left--;
-    copies_commit();  // also of nothing: the wait below counts groups
+    if (left == 0) left = 2 * AHEAD;
+  }
+  PTX void fetch(u32 slot, int lane) {
+    copy(ring + slot + put, from + (i64)coming * BLOCK_BYTES);
+    copies_commit();
+    coming = *++next;
+    if (--left == 0) turn(lane);
   }
   // Reads the block in use, once all lanes' copies of it have landed.
   PTX void read(u32 (&a)[4]) {
@@ -189,8 +201,8 @@ struct Stream {
     load_matrix<A_COL>(a, ring + at + get);
   }
   // The block in use has been multiplied, so that all lanes have read it: the next one.
-  PTX void advance(u32 (&a)[4]) {
-    fetch(at);
+  PTX void advance(u32 (&a)[4], int lane) {
+    fetch(at, lane);
     at = (at + BLOCK_BYTES) % (AHEAD * BLOCK_BYTES);
     read(a);
   }
@@ -284,18 +296,21 @@ PTX void multiply(const Params& p, u32 smem, int warp, int lane) {
       barrier_wait(ring.full(), ring.phase);  // until B has landed
       if (s % 32 == 0)  // after the wait: the register is copied at once, which waits for the load
         coming = own_masks[tile.first + s + 32 < tile.end ? tile.first + s + 32 : next_tile.first];
+      u32 k = __clz(mask) / 2;
 #pragma unroll 1
       while (mask) {
-        const u32 k = __clz(mask) / 2, members = mask << 2 * k;
+        const u32 members = mask << 2 * k;
         u32 b[4][4];
         columns.read(b, ring.b(), k);
         mask &= ~(0xC0000000u >> 2 * k);
+        k = __clz(mask) / 2;  // of the next column, while tensor cores multiply this one
+        asm volatile("" : "+r"(k));
 #pragma unroll
         for (int r = 0; r < 2; r++)
           if (members & 0x80000000u >> r) {
 #pragma unroll
             for (int j = 0; j < 8; j++) mma(d[r][j], a, b[j / 2][j % 2 * 2], b[j / 2][j % 2 * 2 + 1]);
-            stream.advance(a);
+            stream.advance(a, lane);
           }
       }
       if (lane == 0) barrier_arrive(ring.empty(), 0);  // every lane's part of B is in registers that were multiplied
@@ -305,6 +320,7 @@ PTX void multiply(const Params& p, u32 smem, int warp, int lane) {
 #pragma unroll
     for (int r = 0; r < 2; r++) finish(d[r], p, p.rows[(tile.unit * WARPS + warp) * 2 + r], tile.col, lane);
   }
+  copies_wait<0>();  // shared memory must live until they have landed
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)

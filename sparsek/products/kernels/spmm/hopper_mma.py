@@ -4,9 +4,9 @@ A wgmma multiplies 64 rows: blocks of 16 fill it only with zeros, or where four 
 warps of hopper_mma.cu multiply 16 rows each. It is CUDA C++, because Gluon gives no warp a loop of its own. NVRTC
 compiles it on first use.
 
-A @ B of 8192^3 in bf16 at 6.25, 12.5, 25 % on an H200 (2026-11-30): 366, 572, 1085 us, which is 1.23, 1.38, 1.25 of
-hopper.spmm_paired's rate; x @ W.T 374, 598, 1087 us, 2.13, 2.21, 1.80 of it. At 12.5 % L2 is 73 % busy, tensor cores
-43 %, and warps wait for the latency of one instruction after another.
+A @ B of 8192^3 in bf16 at 6.25, 12.5, 25 % on an H200 (2026-11-30): 370, 576, 1059 us, which is 1.27, 1.43, 1.30 of
+hopper.spmm_paired's rate; x @ W.T 382, 571, 1081 us, 2.08, 2.30, 1.81 of it. At 12.5 % shared memory is 90 % busy, L2
+71 %, tensor cores 44 %.
 """
 
 from __future__ import annotations
@@ -282,7 +282,7 @@ class HopperMma(SpmmKernel):
         def put(array: Any) -> Tensor:
             return torch.from_numpy(np.array(array).astype(np.int32)).to(a.device)
 
-        order = put(np.append(lists.order, 0))
+        order = put(np.append(lists.order, np.zeros(AHEAD + 1, np.int64)))  # warps copy so many too many
         if a.order is not None:  # positions among the stored values
             order = a.order[order.long()].contiguous()
         if a.values.is_cuda:  # a launch that is captured must not load the kernel
