@@ -1,6 +1,7 @@
 """Connects planner and kernels: compares all kernels of an operation, and caches the choice for a problem."""
 
 import warnings
+from dataclasses import replace
 from functools import cache, lru_cache
 from typing import Any
 
@@ -9,6 +10,7 @@ from sparsek.core.arguments import shown
 from sparsek.core.errors import InvalidInput, SparseKWarning
 from sparsek.engine import table as kernels
 from sparsek.engine.plan.kernel import MissingKernel
+from sparsek.engine.plan.plan import bound_seconds
 from sparsek.engine.plan.problem import Problem
 from sparsek.engine.plan.select import Choice, select
 
@@ -64,7 +66,16 @@ def _decide(p: Problem, only: str | None, config: Any = None) -> Choice:
         if only not in kernels.names_for(p.op):
             raise InvalidInput(f"no kernel of {p.op} is called {shown(only)}; known: {', '.join(names)}")
         names = (*names, only)  # for another storage: its why_not has the reason
-    return select(p, [_load(name) for name in names], only=only, config=config)
+    return _bounded(p, select(p, [_load(name) for name in names], only=only, config=config))
+
+
+def _bounded(p: Problem, choice: Choice) -> Choice:
+    """The choice, with no prediction below the roofline: some kernels predict a launch where nothing is multiplied, but
+    C is written.
+    """
+    least = bound_seconds(p)
+    found = (c if c.why_not or c.seconds >= least else replace(c, seconds=least) for c in choice.candidates)
+    return choice._replace(candidates=tuple(found))
 
 
 @lru_cache(REMEMBERED)

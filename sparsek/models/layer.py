@@ -201,7 +201,9 @@ def _first_fault(
     def faults(tree: Any) -> Tensor:
         plain = (x for x in tensors_in(tree) if x.is_floating_point() and x.layout == torch.strided)
         real = (line.real(x.detach(), batch).float().flatten() for x in plain)
-        return torch.cat([x[~x.isfinite()].cpu() for x in real] or [torch.empty(0, device="cpu")])
+        return torch.cat(
+            [x[~x.isfinite()].cpu() for x in real] or [torch.empty(0, device="cpu", dtype=torch.float32)]
+        )
 
     def see(name: str, result: bool, module: nn.Module, *given: Any) -> None:
         nonlocal count, found

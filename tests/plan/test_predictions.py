@@ -192,3 +192,32 @@ def test_no_prediction_falls_below_the_roofline(kernel: str) -> None:
         for n in (16, 512):
             plan = planned(SpmmCase(4096, 4096, n, (block, block), density), kernel)
             assert plan.seconds > plan.bound_seconds
+
+
+@pytest.mark.parametrize("card", ["h200", "h100", "cpu"])
+@pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8"])
+def test_a_product_without_blocks_writes_c(fp8: bool, card: str) -> None:
+    for block in (16, 128):
+        a: Any = BSR.from_dense(torch.zeros(4096, 2048, dtype=torch.bfloat16), block, threshold=0)
+        a = sk.quantize(a) if fp8 else a
+        for n in (8, 512, 16384):
+            b = torch.empty(2048, n, dtype=torch.bfloat16, device="meta")
+            plan = plan_spmm(a, b, device=card)
+            written = 4096 * n * 2 / plan.problem.card.bandwidth
+            assert written < plan.bound_seconds, "C is all that moves, beside indices and scales"
+            assert n < 512 or plan.bound_seconds < 1.05 * written
+            for each in plan.candidates:
+                assert each.why_not or each.seconds >= plan.bound_seconds, (block, n, each)
+        if not fp8 and card != "cpu":
+            plan = plan_spmm(a, torch.empty(2048, 16384, dtype=torch.bfloat16, device="meta"), device=card)
+            assert plan.kernel == "hopper.spmm"
+            assert plan.seconds == pytest.approx(plan.bound_seconds / 0.92 + plan.problem.card.launch_seconds)
+
+
+def test_no_choice_is_predicted_below_the_roofline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the kernels say; which of them runs follows from what they say."""
+    plan = planned(SpmmCase(4096, 4096, 512, (128, 128), 0.25), "hopper.spmm")
+    for name, seconds in (("portable.spmm", 2e-9), ("hopper.spmm", 1e-9)):
+        monkeypatch.setattr(type(kernels.load(name)), "seconds", lambda self, p, c, seconds=seconds: seconds)
+    choice = planning._decide(plan.problem, None)
+    assert (choice.kernel.name, choice.seconds) == ("hopper.spmm", plan.bound_seconds)

@@ -14,6 +14,7 @@ from sparsek.products.formats.pattern import BlockPattern
 from sparsek.products.formats.random import random_bsr
 from sparsek.products.ops.linear import plan_layer
 from sparsek.products.plan import operands
+from sparsek.products.plan.kernels import rounding_seconds
 from sparsek.products.plan.spgemm import MatchCache
 from sparsek.products.plan.spmm import Product, formula
 from sparsek.products.reference.epilogue import PLAIN, Epilogue
@@ -216,3 +217,45 @@ def test_a_prediction_takes_dense_operands_on_the_meta_device(plan: Callable[[to
         sk.plan_spmm(random_bsr(128, 128, 64, 0.5), x.mT.half().to("meta"), device="h200")
     with pytest.raises(sk.InvalidInput, match="A is on cpu and B on meta"):
         sk.plan_spmm(random_bsr(128, 128, 64, 0.5), x.mT.to("meta"))
+
+
+@pytest.mark.parametrize("n", [1, 4])
+def test_a_given_c_is_predicted_with_the_launch_that_rounds_b_before(n: int):
+    """portable.spmm_skinny_fp8 rounds B itself, but not where C may lie in the memory of B."""
+    a, name = sk.quantize(random_bsr(4096, 4096, 128, 0.25, dtype=BF16)), "portable.spmm_skinny_fp8"
+    b, out = (torch.zeros(4096, n, dtype=BF16) for _ in range(2))
+    new, given = (sk.plan_spmm(a, b, out=each, kernel=name, device="h200") for each in (None, out))
+    rounded = sk.plan_spmm(a, sk.quantize(b.mT.contiguous()).mT, kernel=name, device="h200")
+    spent = rounding_seconds(given.problem)
+    assert spent > 0
+    assert given.seconds == pytest.approx(rounded.seconds + spent, rel=0.01)
+    assert given.seconds > new.seconds
+    more = (given.seconds - new.seconds) * 1e6
+    assert (
+        f"the kernel rounds B from bf16 to e4m3; with out= a launch before it does, {more:.1f} us more"
+        in (new.explain())
+    )
+    assert f"{spent * 1e6:.1f} us of it to round B from bf16 to e4m3\n" in given.explain()
+    wide = sk.plan_spmm(a, b, out=out, kernel="portable.spmm_fp8", device="h200")
+    assert wide.seconds == sk.plan_spmm(a, b, kernel="portable.spmm_fp8", device="h200").seconds
+
+
+def test_a_given_c_is_planned_as_it_lies():
+    """A plan reads of `out` what kernels depend on, and nothing else is different: the others write to any strides."""
+    a, (b, whole) = random_bsr(256, 256, 64, 0.5, dtype=BF16), torch.empty(2, 256, 256, dtype=BF16)
+
+    def facts(*given: Any, **more: Any) -> Any:
+        return sk.plan_spmm(*given, **more, device="h200").problem
+
+    plain, wide = facts(a, b), torch.empty(256, 272, dtype=BF16)
+    assert facts(a, b, out=whole) == facts(a, b, out=wide[:, :256]) == plain
+    assert not facts(a, b, out=wide[:, 1:257]).aligned
+    assert not facts(a, b, out=torch.empty(256, 257, dtype=BF16)[:, :256]).aligned
+    assert facts(a, b, out=whole, epilogue=Epilogue(other=whole)).in_place
+    assert not facts(a, b, out=whole, epilogue=Epilogue(other=wide[:, :256])).in_place
+    assert not facts(
+        a, b, out=whole, epilogue=Epilogue(other=torch.empty(256, 257, dtype=BF16)[:, :256])
+    ).aligned
+    for columns in (whole.mT, torch.empty(256, 512, dtype=BF16)[:, ::2]):
+        with pytest.raises(InvalidInput, match="out must have contiguous rows"):
+            facts(a, b, out=columns)

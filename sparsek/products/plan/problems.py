@@ -71,7 +71,8 @@ class SpmmProblem(ProductProblem):
     is the transpose view of a row-major [n, m], which is computed as B^T A^T. The epilogue
     (`reference.epilogue.Epilogue`): `has_alpha` (alpha is not 1), `bias`, `activation`, and `combine`: "add" or "mul"
     with another matrix, "" without one. `in_place`: the other matrix is C. `slope`: a second matrix gets the
-    derivative of the activation.
+    derivative of the activation. `rounded_before`: B is rounded by a launch of its own, whatever kernel multiplies,
+    because a given C may lie in its memory.
 
     A quantized A has a quantized B, whose values are contiguous along k: C = act(alpha * scale_A[m] * scale_B[n] *
     (A8 @ B8) + bias), and so on. A scale per block of A is inside the sum.
@@ -95,6 +96,7 @@ class SpmmProblem(ProductProblem):
     combine: Combine | Literal[""] = ""
     in_place: bool = False
     slope: bool = False
+    rounded_before: bool = False
 
     @property
     def dtype(self) -> str:
@@ -158,11 +160,12 @@ class SpmmProblem(ProductProblem):
 
     @property
     def dense_bytes(self) -> float:
-        """B before rounding and the epilogue's matrices read once, C and slopes written once; float32 row and column
-        scales.
+        """B before rounding, as far as blocks can need it, and the epilogue's matrices read once, C and slopes written
+        once; float32 row and column scales.
         """
         of_c = (self.batch * self.n * (1 + bool(self.combine) + self.slope) + self.bias) * self.m
-        of_b = self.batch * self.n * self.k * dtypes.itemsize(self.b.rounds or self.b.dtype)
+        rows = self.k if self.a.blocks is None else min(self.k, self.nnzb * self.block[1])
+        of_b = self.batch * self.n * rows * dtypes.itemsize(self.b.rounds or self.b.dtype)
         scales = 0
         if self.a.quantized:
             scales = self.batch * self.n if self.b.scale == "column" else 1

@@ -3,7 +3,7 @@
 B, bf16    -- rounded to FP8 by one kernel, a scale per column -->  B8     (if A is FP8 and B is not)
 A, B       -- a kernel -->  C = act(alpha * A @ B + bias) + other, for FP8 with scales on the sums
 
-A kernel with the attribute `rounds` takes B in bf16, and rounds it itself.
+A kernel with the attribute `rounds` takes B in bf16, and rounds it itself, unless C is given.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from sparsek.core.device import Card
 from sparsek.core.errors import InvalidInput, Unsupported
 from sparsek.core.plan_owner import PlanOwner
 from sparsek.core.streams import Ready, captured
-from sparsek.engine.plan.plan import Plan
+from sparsek.engine.plan.plan import Plan, bound_seconds
 from sparsek.engine.plan.select import Candidate, Choice
 from sparsek.products.formats.base import ALIGNMENT
 from sparsek.products.formats.bsr import BSR
@@ -172,6 +172,7 @@ class Product(NamedTuple):
             combine="" if plain or other is None else epilogue.combine,
             in_place=self._in_place,
             slope=epilogue.slope is not None,
+            rounded_before=bool(of_b.rounds) and self.out is not None,
         )
 
     def key(self) -> tuple[Any, ...]:
@@ -369,7 +370,8 @@ class SpmmPlan(Plan):
         config = self.choice.config
         if config not in kernel.configs(unread):  # it joins or splits rows, or is of another kernel
             config = kernel.default(unread)
-        choice = Choice(kernel, config, (Candidate(kernel.name, config, kernel.seconds(unread, config)),))
+        seconds = max(kernel.seconds(unread, config), bound_seconds(unread))
+        choice = Choice(kernel, config, (Candidate(kernel.name, config, seconds),))
         work, made = kernel.prepare(unread, config, stands), Ready.here(new.device)
         pattern = weakref.ref(new)
         return replace(
@@ -388,10 +390,13 @@ class SpmmPlan(Plan):
                 0, f"  gradient   that of B dequantizes A to {p.c.dtype}, into a workspace of {copied:.3g} MB"
             )
         if spent := rounding_seconds(p):
-            inside = getattr(self.choice.kernel, "rounds", False)
+            inside = getattr(self.choice.kernel, "rounds", False) and not p.rounded_before
             how = "the kernel rounds" if inside else f"{spent * 1e6:.1f} us of it to round"
-            first = f"; with out= a launch before it does, {spent * 1e6:.1f} us more"
-            more = first if inside and not self.layer else ""
+            more = ""
+            if inside and not self.layer:
+                given = replace(p, rounded_before=True)
+                longer = self.implementation.seconds(given, self.config) - self.seconds
+                more = f"; with out= a launch before it does, {longer * 1e6:.1f} us more"
             lines.insert(0, f"  rounding   {how} B from {p.b.rounds} to {p.b.dtype}{more}")
         return lines
 

@@ -91,7 +91,7 @@ PTX void mma(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-PTX u32 transposed(u32 x) { asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %0;" : "+r"(x)); return x; }
+PTX u32 transposed(u32 x) { asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %0;" : "+r"(x)); return x; }
 
 // Past the other contents of L2: C is not read again here.
 PTX void store(void* to, uint4 x) {
@@ -200,7 +200,7 @@ struct Stream {
     __syncwarp();
     load_matrix<A_COL>(a, ring + at + get);
   }
-  // The block in use has been multiplied, so that all lanes have read it: the next one.
+  // All lanes have read the block in use: a copy that begins here lands after that.
   PTX void advance(u32 (&a)[4], int lane) {
     fetch(at, lane);
     at = (at + BLOCK_BYTES) % (AHEAD * BLOCK_BYTES);
@@ -313,7 +313,8 @@ PTX void multiply(const Params& p, u32 smem, int warp, int lane) {
             stream.advance(a, lane);
           }
       }
-      if (lane == 0) barrier_arrive(ring.empty(), 0);  // every lane's part of B is in registers that were multiplied
+      __syncwarp();  // until all lanes have passed the wait, and their parts of B are in registers
+      if (lane == 0) barrier_arrive(ring.empty(), 0);
       ring.next();
     }
     if (tile.first == tile.end) coming = own_masks[next_tile.first];

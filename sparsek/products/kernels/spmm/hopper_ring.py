@@ -19,13 +19,19 @@ NARROW = 1.1
 
 def seconds(p: SpmmProblem, c: Any) -> float:
     """Of hopper.spmm."""
-    return p.card.launch_seconds if p.nnzb == 0 or p.n == 0 else _whole(p, c, *ring_of(p, c))
+    return _empty(p) if p.nnzb == 0 or p.n == 0 else _whole(p, c, *ring_of(p, c))
 
 
 def seconds_fp8(p: SpmmProblem, c: Any) -> float:
     """Of hopper.spmm_fp8, with the rounding of B."""
     empty = p.nnzb == 0 or p.n == 0
-    return rounding_seconds(p) + (p.card.launch_seconds if empty else _whole(p, c, *ring_of_fp8(p, c)))
+    return rounding_seconds(p) + (_empty(p) if empty else _whole(p, c, *ring_of_fp8(p, c)))
+
+
+def _empty(p: SpmmProblem) -> float:
+    """Without blocks or columns: the launches of a batch, which write C."""
+    moved = p.compulsory_bytes / (0.92 * p.card.bandwidth)
+    return p.batch * p.card.launch_seconds + (moved if p.m and p.n else 0.0)
 
 
 def _whole(p: SpmmProblem, c: Any, ring: Ring, added: float) -> float:

@@ -24,7 +24,7 @@ from sparsek.products.kernels.spmm.portable_skinny import (
     _resident,
     _subs,
 )
-from sparsek.products.plan.kernels import SpmmKernel
+from sparsek.products.plan.kernels import SpmmKernel, rounding_seconds
 from sparsek.products.plan.problems import SpmmProblem
 
 # Of six tiles that were timed none was over 3 % faster with the parts that are chosen. Lower ones round B for each
@@ -66,6 +66,9 @@ class PortableSpmmSkinnyFp8(PortableSpmmSkinny):
         """
         if p.on_cpu:
             return super().seconds(p, c)
+        if p.rounded_before:
+            rounded = replace(p, b=replace(p.b, rounds=""), rounded_before=False)
+            return rounding_seconds(p) + self.seconds(rounded, c)
         parts, slots = _counts(p, c)
         blocks = -(-p.row_max // _most_parts(p.row_max, c.part))
         programs, sms = parts * _subs(p, c) * p.batch, p.card.sm_count
