@@ -57,7 +57,9 @@ class Status:
 
 
 def files(root: Path, found: list[Evidence]) -> list[File]:
-    """The status of every test file that has tests marked `gpu`, or had when it ran."""
+    """The status of every test file that has tests marked `gpu`, or had when it ran. None of one that is gone: nothing
+    could make it fresh.
+    """
     tree = Tree(root, executed.PACKAGES)
     newest = record.newest(found)
     changes = {  # a run that was killed has not told what it executed
@@ -77,7 +79,7 @@ def files(root: Path, found: list[Evidence]) -> list[File]:
             continue
         red = tuple(failures(path, each))
         stale = tuple(changes[id(each)].get(path, ["nothing shows what it executed"]))
-        if there or held["tests"]:
+        if there:
             result.append(File(path, "red" if red else "stale" if stale else "fresh", (*red, *stale)))
     return result
 

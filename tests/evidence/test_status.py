@@ -442,6 +442,7 @@ def test_stale_files_are_run_again_alone(tree: Path) -> None:
     assert words(tree, [*found, one, red])[:2] == ["fresh", "red"]
     (tree / VERB).unlink()
     assert status.to_run(tree, [*found, one, red]) == []
+    assert words(tree, [*found, one, red])[:2] == ["fresh", "fresh"], "nothing could make them fresh"
 
 
 def test_evidence_is_read_as_it_was_written(tree: Path) -> None:
