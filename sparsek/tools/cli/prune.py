@@ -1,6 +1,8 @@
 """`sparsek prune MODEL -o OUT --calib texts.txt`: a checkpoint of transformers becomes sparse, with a report."""
 
+import hashlib
 import importlib
+import math
 import resource
 import shutil
 import sys
@@ -140,6 +142,7 @@ def prune(
         "model": model.resolve().name,
         "config": ", ".join([*(rule or []), f"{config} (block {block}, keep {keep} where not given)"]),
         "method": f"{method}, reconstruct {reconstruct}, budget {budget}{'' if permute else ', no-permute'}",
+        "run": _run_of(model, (calib, evaluate), (max_error, speedup, card, tokens, samples, length, batch)),
     }
     document = _finished(out, about) if resume else None
     if document is not None:
@@ -182,6 +185,9 @@ def prune(
 
         say("measures the dense model")
         before = _measured(found, pieces, task, where)
+        finite = before.isfinite().all() if isinstance(before, Tensor) else math.isfinite(before)
+        if not bool(finite):
+            _check_parameters(found)
         advance()
         report = pruning.prune(
             found,
@@ -291,11 +297,33 @@ def _finished(out: Path, about: Mapping[str, str]) -> Any:
         return None
     for name, value in about.items():
         if had[name] != value:
-            raise InvalidInput(
-                f"{out}: has a finished run whose {name} is {had[name]}, and not {value}; -o names the folder of a new "
-                "checkpoint"
-            )
+            whose = f"whose {name} is {had[name]}, and not {value}"
+            if name == "run":
+                whose = "of another model, calibration or option"
+            raise InvalidInput(f"{out}: has a finished run {whose}; -o names the folder of a new checkpoint")
+    config, sparse = out / "config.json", any(row["format"] for row in document["rows"])
+    if not any(out.glob("*.safetensors")) or (sparse and b"sparsek" not in files.content(config)):
+        raise InvalidInput(
+            f"{out}: has the report of a finished run, but not its checkpoint; -o names the folder of a new one"
+        )
     return document
+
+
+def _run_of(model: Path, texts: Sequence[Path | None], options: Any) -> str:
+    """What a run depends on besides the settings that its report names, as a hash: files of the model by name and size,
+    the texts, and other options.
+    """
+    there = [(each.name, each.stat().st_size) for each in model.iterdir()] if model.is_dir() else []
+    parts = [None if each is None else hashlib.sha256(files.content(each)).hexdigest() for each in texts]
+    return hashlib.sha256(repr((sorted(there), parts, options)).encode()).hexdigest()[:12]
+
+
+def _check_parameters(model: Any) -> None:
+    """InvalidInput for the first parameter with NaN or Inf, in a block or outside."""
+    for name, each in model.named_parameters():
+        if not bool(each.isfinite().all()):
+            owner, _, own = name.rpartition(".")
+            raise InvalidInput(f"{owner}: its {own} has NaN or Inf")
 
 
 def _folder(out: Path, resume: bool) -> Path:

@@ -204,6 +204,31 @@ def test_a_run_that_was_ended_goes_on_to_the_same_bytes(
     assert said in " ".join(other.stderr.split())
     again = run("prune", made["llama"], "-o", out, *given)
     assert "is not empty; -o names the folder of a new checkpoint" in " ".join(again.stderr.split())
+    for more in (["--samples", "3"], ["--tokens", "8"], ["--eval", made["texts"]]):
+        other = run("prune", made["llama"], "-o", out, *given, "--resume", *more)
+        assert other.exit_code == 2
+        assert "a finished run of another model, calibration or option" in " ".join(other.stderr.split())
+    (out / "model.safetensors").unlink()
+    gone = run("prune", made["llama"], "-o", out, *given, "--resume")
+    assert gone.exit_code == 2
+    assert "the report of a finished run, but not its checkpoint" in " ".join(gone.stderr.split())
+
+
+@pytest.mark.parametrize("place", ["model.embed_tokens", "model.norm", "lm_head"])
+def test_nan_outside_of_the_blocks_is_refused(run, made: Any, tmp_path: Path, place: str) -> None:
+    lib: Any = importlib.import_module("transformers")
+    model = lib.AutoModelForCausalLM.from_pretrained(made["llama"])
+    with_nan = tmp_path / "nan"
+    model.get_submodule(place).weight.data[...] = torch.nan
+    model.save_pretrained(with_nan)
+    lib.AutoTokenizer.from_pretrained(made["llama"]).save_pretrained(with_nan)
+    result = run("prune", with_nan, "-o", tmp_path / "out", "--calib", made["texts"], "--block", "32")
+    assert result.exit_code == 2
+    said = " ".join(result.stderr.split())
+    assert (
+        f"{place}: its weight has NaN or Inf" in said or "embed_tokens: its weight" in said
+    )  # which are tied
+    assert not (tmp_path / "out").exists()
 
 
 def test_what_is_refused_leaves_no_folder(run, made: Any, tmp_path: Path) -> None:

@@ -4,9 +4,9 @@ A wgmma multiplies 64 rows: blocks of 16 fill it only with zeros, or where four 
 warps of hopper_mma.cu multiply 16 rows each. It is CUDA C++, because Gluon gives no warp a loop of its own. NVRTC
 compiles it on first use.
 
-A @ B of 8192^3 in bf16 at 6.25, 12.5, 25 % on an H200 (2026-11-30): 370, 576, 1059 us, which is 1.27, 1.43, 1.30 of
-hopper.spmm_paired's rate; x @ W.T 382, 571, 1081 us, 2.08, 2.30, 1.81 of it. At 12.5 % shared memory is 90 % busy, L2
-71 %, tensor cores 44 %.
+A @ B of 8192^3 in bf16 at 6.25, 12.5, 25 % on a hot H200 (2026-12-01): 386, 598, 1237 us; x @ W.T at 12.5 % 668. In the
+same rounds on a cool one: 1.27, 1.43, 1.30 of hopper.spmm_paired's rate, x @ W.T 2.08, 2.30, 1.81 of it. At 12.5 %
+shared memory is 90 % busy, L2 71 %, tensor cores 44 %.
 """
 
 from __future__ import annotations
@@ -249,7 +249,8 @@ class HopperMma(SpmmKernel):
     def seconds(self, p: SpmmProblem, c: Config) -> float:
         """Predicted time: tiles of the fullest CTA for each item of a batch, at least all bytes from memory once.
 
-        A tile takes the longer of its warps' products and of what L2 reads for it, slots and blocks of A.
+        A tile takes a smooth maximum of its warps' products and of what L2 reads for it, slots and blocks of A, and
+        more where rows are uneven.
         """
         if not (p.m and p.n and p.nnzb):
             return p.card.launch_seconds
