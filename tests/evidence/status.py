@@ -67,9 +67,8 @@ def files(root: Path, found: list[Evidence]) -> list[File]:
         for each in _distinct(newest.values())
     }
     result = []
-    for path in sorted({*parts.test_files(root), *newest}):
-        there = (root / path).is_file()
-        marked = there and MARKED.search((root / path).read_text(encoding="utf-8")) is not None
+    for path in parts.test_files(root):
+        marked = MARKED.search((root / path).read_text(encoding="utf-8")) is not None
         each = newest.get(path)
         if each is None:
             result += [File(path, "missing", ("is new",))] if marked else []
@@ -79,8 +78,7 @@ def files(root: Path, found: list[Evidence]) -> list[File]:
             continue
         red = tuple(failures(path, each))
         stale = tuple(changes[id(each)].get(path, ["nothing shows what it executed"]))
-        if there:
-            result.append(File(path, "red" if red else "stale" if stale else "fresh", (*red, *stale)))
+        result.append(File(path, "red" if red else "stale" if stale else "fresh", (*red, *stale)))
     return result
 
 
@@ -150,8 +148,8 @@ def facts(evidence: Evidence, word: str) -> str:
 
 
 def to_run(root: Path, found: list[Evidence]) -> list[str]:
-    """The test files that are not fresh and still there."""
-    return [each.path for each in files(root, found) if each.word != "fresh" and (root / each.path).is_file()]
+    """The test files that are not fresh."""
+    return [each.path for each in files(root, found) if each.word != "fresh"]
 
 
 def closing(found: Iterable[Status]) -> str:

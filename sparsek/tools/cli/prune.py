@@ -301,19 +301,31 @@ def _finished(out: Path, about: Mapping[str, str]) -> Any:
             if name == "run":
                 whose = "of another model, calibration or option"
             raise InvalidInput(f"{out}: has a finished run {whose}; -o names the folder of a new checkpoint")
-    config, sparse = out / "config.json", any(row["format"] for row in document["rows"])
-    if not any(out.glob("*.safetensors")) or (sparse and b"sparsek" not in files.content(config)):
+    if not _has_checkpoint(out, any(row["format"] for row in document["rows"])):
         raise InvalidInput(
             f"{out}: has the report of a finished run, but not its checkpoint; -o names the folder of a new one"
         )
     return document
 
 
+def _has_checkpoint(out: Path, sparse: bool) -> bool:
+    """Whether all files of weights are there, and a config that names sparse layers if there are some."""
+    config = out / "config.json"
+    try:
+        if not config.is_file() or not all(each.is_file() for each in weight_files(out)):
+            return False
+    except FileNotFoundError:
+        return False
+    about = json_value(files.content(config), config).get("quantization_config") or {}
+    return not sparse or about.get("quant_method") == "sparsek"
+
+
 def _run_of(model: Path, texts: Sequence[Path | None], options: Any) -> str:
-    """What a run depends on besides the settings that its report names, as a hash: files of the model by name and size,
-    the texts, and other options.
+    """What a run depends on besides the settings that its report names, as a hash: files of the model by name, size and
+    time, the texts, and other options.
     """
-    there = [(each.name, each.stat().st_size) for each in model.iterdir()] if model.is_dir() else []
+    own = [each for each in model.iterdir() if each.is_file()] if model.is_dir() else []
+    there = [(each.name, each.stat().st_size, each.stat().st_mtime_ns) for each in own]
     parts = [None if each is None else hashlib.sha256(files.content(each)).hexdigest() for each in texts]
     return hashlib.sha256(repr((sorted(there), parts, options)).encode()).hexdigest()[:12]
 
@@ -321,9 +333,9 @@ def _run_of(model: Path, texts: Sequence[Path | None], options: Any) -> str:
 def _check_parameters(model: Any) -> None:
     """InvalidInput for the first parameter with NaN or Inf, in a block or outside."""
     for name, each in model.named_parameters():
-        if not bool(each.isfinite().all()):
+        if each.is_floating_point() and not bool(each.float().isfinite().all()):
             owner, _, own = name.rpartition(".")
-            raise InvalidInput(f"{owner}: its {own} has NaN or Inf")
+            raise InvalidInput(f"{owner or type(model).__name__}: its {own} has NaN or Inf")
 
 
 def _folder(out: Path, resume: bool) -> Path:
