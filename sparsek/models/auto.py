@@ -247,9 +247,13 @@ def timed(
     row = replace(row, dense_seconds=count * dense, dtype=dtypes.name(dtype))
     try:
         seconds = predict(beside(weight, card), tokens, dtype, card, form.kernel).seconds
-    except Unsupported:
+    except Unsupported as error:
+        told = [
+            f"{k}: {'; '.join(why)}" for k, why in error.reasons.items() if not k.startswith("reference.")
+        ]
         cure = "" if dtype in dtypes.LOW else "; cast the model to bf16"
-        why = f"no kernel is fast in {row.dtype} on {card.name}{cure}"
+        slow = f"no kernel for GPUs is predicted to beat plain torch in {row.dtype} on {card.name}{cure}"
+        why = "; ".join(told) or slow
         return replace(row, seconds=None, why="; ".join(filter(None, (row.why, why))))
     return replace(row, seconds=count * seconds)
 

@@ -36,7 +36,7 @@ def perplexity(model: Any, batches: Iterable[dict[str, Tensor]], device: torch.d
                 lost += float(functional.cross_entropy(part.float(), wanted, reduction="sum"))
             count += int((words != stream.IGNORED).sum())
     mean = lost / max(1, count)
-    return math.exp(mean) if mean < 700 else math.inf
+    return math.inf if mean >= 700 else math.exp(mean)
 
 
 def hidden_means(

@@ -248,11 +248,11 @@ class ModelReport:
             yield f"{rounded} {of_all} dense in FP8"
         if self.speed:
             timed = [row for row in self.replaced if row.speed is not None]
-            whose = (
-                "their" if len(timed) == len(self.replaced) else f"the {len(timed)} whose time is predicted:"
-            )
+            whose = "their products"
+            if len(timed) < len(self.replaced):
+                whose = f"the products of the {len(timed)} whose time is predicted"
             yield (
-                f"{whose} products take {1 / self.speed:.3g}x the time of dense ones with {self.tokens} tokens in "
+                f"{whose} take {1 / self.speed:.3g}x the time of dense ones with {self.tokens} tokens in "
                 f"{' and '.join(sorted({row.dtype for row in timed}))}, predicted for {self.card}"
             )
         if self.measured is not None:
@@ -260,7 +260,8 @@ class ModelReport:
             yield f"{self.measured.what} {share:.3g}x the time, measured on {self.measured.card}"
         if self.quality is not None:
             found = self.quality
-            yield f"{found.measure} {found.before:.4g} before, {found.after:.4g} after, on {found.texts} texts"
+            on = f"{found.texts} text{'s' * (found.texts != 1)}"
+            yield f"{found.measure} {found.before:.4g} before, {found.after:.4g} after, on {on}"
 
     def _page(self) -> Iterator[str]:
         title = "Sparse model"

@@ -330,7 +330,7 @@ def _replacement(
     routes = routes_of(old.experts) if isinstance(old, PackedLinear) else 1
     found = timed(found, weight, dense.dtype, form, card, tokens, routes)
     if skip_slower and (found.speed or 0.0) < 1:
-        why = f"{found.why}, with {tokens} tokens"
+        why = f"with {tokens} tokens, {found.why}"
         if found.speed is not None:
             why = f"is predicted at {found.speed:.2f}x the speed of a dense one in {found.dtype}"
             why += f", with {tokens} tokens on {card.name}"
@@ -378,8 +378,9 @@ def check_matches(config: Any, layers: Mapping[str, Any]) -> None:
         by_place = isinstance(rule, (str, type))  # predicates are called with linear layers only
         if not any(matches(rule, name, x) for name, x in layers.items() if by_place or is_linear(x)):
             if isinstance(rule, str):  # those whose names are most alike first
-                alike = {name: -SequenceMatcher(None, rule, name).ratio() for name in layers}
-                shown, layers = repr(rule), dict(sorted(layers.items(), key=lambda each: alike[each[0]]))
+                known = {name: x for name, x in layers.items() if not isinstance(x, nn.Embedding)} or layers
+                alike = {name: -SequenceMatcher(None, rule, name).ratio() for name in known}
+                shown, layers = repr(rule), dict(sorted(known.items(), key=lambda each: alike[each[0]]))
             else:
                 shown = arguments.shown(rule)
             raise InvalidInput(f"the rule for {shown} matches no layer; layers are {_some(layers)}")

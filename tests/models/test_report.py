@@ -134,8 +134,10 @@ def test_a_report_names_the_dtype_of_predictions_and_layers_without_one() -> Non
     rules = {"0": sk.BlockSparse(128, 0.25), "1": sk.BlockSparse(64, 0.05)}
     report = sk.sparsify_(copy.deepcopy(model), rules, card="h200")
     assert [row.seconds is None for row in report.rows] == [True, False]
-    assert report.rows[0].why == "no kernel is fast in fp32 on NVIDIA H200; cast the model to bf16"
-    assert "; the 1 whose time is predicted: products take " in str(report)
+    assert report.rows[0].why == (
+        "no kernel for GPUs is predicted to beat plain torch in fp32 on NVIDIA H200; cast the model to bf16"
+    )
+    assert "; the products of the 1 whose time is predicted take " in str(report)
     assert " tokens in fp32, predicted for NVIDIA H200" in str(report)
     low = sk.sparsify_(model.to(torch.bfloat16), rules, card="h200")
     assert {row.dtype for row in low.rows} == {"bf16"}
@@ -196,3 +198,8 @@ def test_layers_that_were_sparse_before_are_not_called_dense(config: Any, form: 
     assert f"<td>{form}</td>" in report.html()
     with pytest.raises(InvalidInput, match="no more layer to prune; 2 are sparse already"):
         sk.prune(model[:3], HALF, method="magnitude", reconstruct=None)
+
+
+def test_a_report_says_why_a_named_kernel_does_not_run() -> None:
+    report = sk.sparsify_(nn.Sequential(nn.Linear(1024, 1000)).bfloat16(), sk.Float8(), card="h200")
+    assert report.rows[0].why == "vendor.cublas_fp8: K and M must be multiples of 16, not 1024 and 1000"
