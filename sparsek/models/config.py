@@ -261,6 +261,17 @@ def config_for(config: Any, name: str, layer: nn.Module) -> tuple[Any, bool]:
         return config, False
     for key, value in config.items():
         if matches(key, name, layer):
-            by_name = isinstance(key, str) and bool(key.rpartition(".")[2].strip("*?"))
-            return value, by_name or not isinstance(key, (str, type))
+            return value, _is_name(key) or not isinstance(key, (str, type))
     return None, False
+
+
+def is_meant(config: Any, name: str, layer: nn.Module) -> bool:
+    """Whether a rule with a config names a layer, or its class, that is not linear: predicates are for linear ones."""
+    rules = config.items() if isinstance(config, Mapping) else ()
+    named = ((key, value) for key, value in rules if _is_name(key) or isinstance(key, type))
+    return next((value is not None for key, value in named if matches(key, name, layer)), False)
+
+
+def _is_name(rule: Any) -> bool:
+    """Whether a rule is a glob whose last part is more than a star."""
+    return isinstance(rule, str) and bool(rule.rpartition(".")[2].strip("*?"))

@@ -27,6 +27,7 @@ from sparsek.models.config import (
     chosen_by,
     config_for,
     form_of,
+    is_meant,
     matches,
 )
 from sparsek.models.reconstruct import Quadratic, least_squares, quadratic, relative_error
@@ -418,7 +419,12 @@ def targets(
     """The config of each layer to prune, or "auto", and why others stay dense."""
     facts = Facts(model)
     configs: dict[str, Any] = {}
-    skipped: dict[str, str] = {}
+    others = {name: layer for name, layer in model.named_modules() if isinstance(layer, nn.Embedding)}
+    skipped = {
+        name: facts.why_not(name, layer, True)
+        for name, layer in others.items()
+        if is_meant(config, name, layer)
+    }
     for name, layer in linear_layers(model):
         wanted, explicit = config_for(config, name, layer)
         why = (

@@ -486,7 +486,7 @@ def made_for_inference() -> nn.Module:
         ({"config": {}}, "config is {}"),
         ({"config": {3: HALF}}, "a rule is for 3"),
         ({"config": {"a": 3}}, "the rule for 'a' is 3"),
-        ({"config": {"embed": HALF}}, "no layer to prune"),
+        ({"config": {"embed": HALF}}, "embed is no linear layer, but of Embedding"),
         ({"config": sk.BlockSparse(128)}, "less than a block of 128x128"),
         ({"model": nn.Linear(32, 32)}, "model is itself a Linear"),
         ({"method": "best"}, "method is 'best'"),

@@ -203,3 +203,11 @@ def test_layers_that_were_sparse_before_are_not_called_dense(config: Any, form: 
 def test_a_report_says_why_a_named_kernel_does_not_run() -> None:
     report = sk.sparsify_(nn.Sequential(nn.Linear(1024, 1000)).bfloat16(), sk.Float8(), card="h200")
     assert report.rows[0].why == "vendor.cublas_fp8: K and M must be multiples of 16, not 1024 and 1000"
+
+
+def test_a_rule_for_an_embedding_has_a_row_that_says_why_it_stays() -> None:
+    for rule in ("0", "?", nn.Embedding):
+        model = nn.Sequential(nn.Embedding(16, 256), nn.Linear(256, 256))
+        report = sk.prune(model, {rule: HALF, "1": HALF, "*": None}, method="magnitude", reconstruct=None)
+        rows = {row.name: row.why_not for row in report.skipped}
+        assert rows == ({} if rule == "?" else {"0": "is no linear layer, but of Embedding"})
