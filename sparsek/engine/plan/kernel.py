@@ -44,7 +44,7 @@ def unless_whole(name: str, size: int, dtype: str) -> list[str]:
     unit = 16 // dtypes.itemsize(dtype)
     if size % unit == 0:
         return []
-    return [f"TMA writes whole 16 bytes, so a row of {name} must hold a multiple of {unit}, not {size}"]
+    return [f"16 bytes are written at once, so a row of {name} must hold a multiple of {unit}, not {size}"]
 
 
 def unless_gapless(name: str, layout: str) -> list[str]:

@@ -42,13 +42,12 @@ struct Params {
   float alpha;
 };
 
-constexpr int WARPS = 16, THREADS = 32 * (WARPS + 4), SIDE = 16, TN = 64, COLUMNS = 16, AHEAD = 8;
-constexpr int PANEL_BYTES = 8192, PANELS = COLUMNS / 4;  // of B: 64 rows and 64 columns
+constexpr int PANEL_BYTES = 8192, PANELS = DEPTH / 4;  // of B: 64 rows and 64 columns
 constexpr int SLOT_BYTES = PANELS * PANEL_BYTES, BLOCK_BYTES = SIDE * SIDE * 2;
 constexpr int B_AT = 0, A_AT = STAGES * SLOT_BYTES, FULL_AT = A_AT + WARPS * AHEAD * BLOCK_BYTES;
 constexpr int EMPTY_AT = FULL_AT + 8 * STAGES;
 static_assert(EMPTY_AT + 8 * STAGES == SMEM_BYTES, "hopper_mma.py counts shared memory differently");
-static_assert((AHEAD & AHEAD - 1) == 0 && 2 * COLUMNS <= 32 && COLUMNS * SIDE <= 256 && TN == 64, "");
+static_assert((AHEAD & AHEAD - 1) == 0 && 2 * DEPTH <= 32 && DEPTH * SIDE <= 256 && COLS == 64 && SIDE == 16, "");
 #define CLUSTER 1
 
 #include "hopper_ptx.cu"

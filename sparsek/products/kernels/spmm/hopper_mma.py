@@ -74,12 +74,12 @@ class Config(KernelConfig):
 
     @property
     def texts(self) -> list[str]:
-        named = self.true_names("a_col", "b_row", "c_col", "half", "has_alpha", "bias")
+        lies = {"A": self.a_col, "B": not self.b_row, "C": self.c_col}
         return [
-            f"{WARPS} warps of {ROWS} block rows, {COLS} columns",
-            f"{self.stages} stages",
-            *named,
-            self.activation,
+            f"tile of {WARPS * ROWS} block rows and {COLS} columns for {WARPS} warps",
+            f"{self.stages} stages of {DEPTH} block columns",
+            *(f"{'col' if col else 'row'}-major {name}" for name, col in lies.items()),
+            *self.true_values("half", "bias", "has_alpha", "activation"),
         ]
 
     @property
@@ -93,7 +93,8 @@ class Config(KernelConfig):
         names = {
             "STAGES": self.stages, "A_COL": int(self.a_col), "B_ROW": int(self.b_row), "C_COL": int(self.c_col),
             "HALF": int(self.half), "HAS_ALPHA": int(self.has_alpha), "BIAS": int(self.bias),
-            "ACT": ACTS.index(self.activation), "SMEM_BYTES": self.smem,
+            "ACT": ACTS.index(self.activation), "SMEM_BYTES": self.smem, "WARPS": WARPS, "THREADS": THREADS,
+            "SIDE": SIDE, "COLS": COLS, "DEPTH": DEPTH, "AHEAD": AHEAD,
         }  # fmt: skip
         return [f"-D{name}={value}" for name, value in names.items()]
 
