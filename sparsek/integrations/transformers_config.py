@@ -7,9 +7,9 @@ import inspect
 import re
 import sys
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import fields
-from typing import Any
+from typing import Any, TypeVar
 
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.modeling_utils import AttentionInterface, PreTrainedModel
@@ -19,6 +19,8 @@ from sparsek.attn.policies.policy import Composed, Policy, changed_fields
 from sparsek.core import arguments
 from sparsek.core.errors import InvalidInput
 from sparsek.integrations.config import CLASSES, as_json, tuples
+
+P = TypeVar("P")
 
 ATTRIBUTE = "sparsek"
 OPTIONS = [each.name for each in fields(MaskPolicy) if each.name != "causal"]
@@ -219,7 +221,7 @@ def policy_of_options(options: Any) -> MaskPolicy | Policy | None:
         return _chooser(options)
     if not isinstance(options, Mapping) or not set(options) <= set(OPTIONS):
         raise InvalidInput(f"config.{ATTRIBUTE} is {arguments.shown(options)}; {FORMS}")
-    return MaskPolicy(**tuples(options), causal=False)
+    return _made(MaskPolicy, options, {**options, "causal": False})
 
 
 def _chooser(options: Mapping[str, Any]) -> Policy:
@@ -233,8 +235,13 @@ def _chooser(options: Mapping[str, Any]) -> Policy:
             )
         first, second = map(_chooser, parts)
         return Composed(first, second, name == EITHER)
-    made = CLASSES[arguments.one_of(f"config.{ATTRIBUTE}['policy']", name, sorted(CLASSES))]
+    kind = CLASSES[arguments.one_of(f"config.{ATTRIBUTE}['policy']", name, sorted(CLASSES))]
+    return _made(kind, options, given)
+
+
+def _made(kind: Callable[..., P], options: Mapping[str, Any], given: Mapping[str, Any]) -> P:
+    """The policy of these arguments; an error also shows the options that they are from."""
     try:
-        return made(**tuples(given))
-    except TypeError as error:
+        return kind(**tuples(given))
+    except (InvalidInput, TypeError) as error:
         raise InvalidInput(f"config.{ATTRIBUTE} is {arguments.shown(options)}: {error}") from error

@@ -85,6 +85,8 @@ WRONG: dict[str, Any] = {
     r"config.sparsek\['policy'\] is 'Best'": {"policy": "Best"},
     "'Quest'; use one of FlexPrefill, MeanTopK, Nabla, Radial, SlidingTile, S": {"policy": "Quest"},
     "config.sparsek is .*unexpected keyword argument 'window'": {"policy": "VSA", "window": 3},
+    r"config.sparsek is {'window': 0}: window is 0; it must be an int of at least 1": {"window": 0},
+    "config.sparsek is .*: threshold is 2; it must be": {"policy": "XAttention", "threshold": 2},
     "it must be None, a policy of sk.policies, a dict of window": 3,
     r'or a dict of a policy\'s name and options: {"policy": "XAttention", "threshold": 0.9}': "XAttention",
     "it must hold numbers, texts and lists": {"window": torch.tensor(3)},

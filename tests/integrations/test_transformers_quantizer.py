@@ -510,6 +510,20 @@ def test_pipelines_generate_as_with_dense_layers(saved: Path) -> None:
     assert found[0].count("w") == 7
 
 
+def test_a_vocabulary_grows_with_a_dense_head_only(tmp_path: Path) -> None:
+    model = sparse(llama)
+    model.resize_token_embeddings(104)
+    model.save_pretrained(tmp_path)
+    same(model, lib.AutoModelForCausalLM.from_pretrained(tmp_path))
+    model = sparse(llama, {"lm_head": HALF})
+    with pytest.raises(TypeError, match=r"not an instance of <class 'torch\.nn"):
+        model.resize_token_embeddings(104)
+    model = sparse(llama, {"lm_head": HALF})
+    sk.densify_(model)
+    model.resize_token_embeddings(104)
+    assert model.lm_head.weight.shape[0] == 104
+
+
 def test_models_of_diffusers_are_loaded_by_sparsek_and_raise_without(tmp_path: Path) -> None:
     need("diffusers")
     of: Any = importlib.import_module("diffusers")
