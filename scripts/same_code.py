@@ -1,10 +1,11 @@
 """Keeps the records of kernels whose source has changed since a commit and whose machine code has not.
 
-  same_code.py COMMIT     those that are stale, were fresh at COMMIT, and have the same PTX get today's hash
+  same_code.py COMMIT     those that are stale, were fresh at COMMIT, and have the same code get today's hash
 
 A device function may gain a branch that only some configs take: the others have the code that was measured. Every
-config that a record has is compiled for sm_90a in both states, without a GPU. Only device functions of the compiled
-kernel alone may differ, and its config's class as far as no value of the config does; a record whose kernel differs in
+config that a record has is compiled for sm_90a in both states, without a GPU: to PTX by Triton, to machine code by
+NVRTC. Only device functions of the compiled kernel alone may differ, its .cu file, and its config's class as far as no
+value of the config does but its texts and the constants that it compiles with. A record whose kernel differs in
 anything else, such as a function of a launch before it, or cannot be compiled here, stays as it is.
 """
 
@@ -27,6 +28,8 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from sparsek.core import env  # noqa: E402
+from sparsek.engine import table  # noqa: E402
+from sparsek.engine.launch import nvrtc  # noqa: E402
 from sparsek_bench.engine import records, sources  # noqa: E402
 from sparsek_bench.engine.bench import OPS  # noqa: E402
 from tests.engine.launch import hopper_code  # noqa: E402
@@ -35,7 +38,10 @@ from tests.engine.launch import hopper_code  # noqa: E402
 # the config's fields and properties.
 COMPILE = """
 import json, sys
+from sparsek.engine import table
+from sparsek.engine.launch.nvrtc import OPTIONS
 from tests.engine.launch import hopper_code
+from tests.products.kernels.spmm import hopper_24_code
 source, entry = hopper_code.GluonASTSource, []
 hopper_code.GluonASTSource = lambda kernel, *more, **named: (entry.append(kernel.fn), source(kernel, *more, **named))[1]
 hopper_code._code = lambda kernel, log, reads_sass: kernel.asm["ptx"]
@@ -45,13 +51,18 @@ hopper_code.get_cache_manager = lambda key: Forgetful()
 for line in sys.stdin:
     name, fields, dtype = json.loads(line)
     try:
-        config = getattr(hopper_code, name.partition(".")[2]).Config
+        module = getattr(hopper_code, name.partition(".")[2], None) or sys.modules[type(table.load(name)).__module__]
         given = {key: tuple(value) if isinstance(value, list) else value for key, value in fields.items()}
-        made = config(**given)
-        ptx = hopper_code.compiled(made, dtype, False)
+        made = module.Config(**given)
+        if program := getattr(module, "PROGRAM", None):
+            options = [*OPTIONS, *made.defines]
+            code, function = hopper_24_code.disassembled(program.source, program.path.name, options)[0], program.entry
+        else:
+            code = hopper_code.compiled(made, dtype, False)
+            function = entry[-1].__qualname__
         values = {key: getattr(made, key) for key in dir(made) if not key.startswith("_")}
         values = {key: repr(value) for key, value in values.items() if not callable(value)}
-        found = [f"{entry[-1].__module__}:{entry[-1].__qualname__}", ptx, values]
+        found = [f"{entry[-1].__module__ if entry else module.__name__}:{function}", code, values]
     except Exception as error:
         print(f"{name} is not compiled here: {error!r}", file=sys.stderr)
         found = None
@@ -115,17 +126,31 @@ def may_keep(record: dict[str, Any], before: Path) -> bool:
             for each, text in sources.device_code(name, root)[1].items()
             if "attr='jit'" in text or each in configs
         }
-        if not old ^ new <= may_differ:
+        if not {each for each in old ^ new if each[0] not in included(name)} <= may_differ:
             return False
     return True
 
 
+def module_of(kernel: str) -> Any:
+    """The module that has a kernel's Config, and its PROGRAM if it is CUDA C++."""
+    return (
+        getattr(hopper_code, kernel.partition(".")[2], None)
+        or sys.modules[type(table.load(kernel)).__module__]
+    )
+
+
+def included(kernel: str) -> set[str]:
+    """The names of the .cu files that a kernel is compiled from."""
+    program = getattr(module_of(kernel), "PROGRAM", None)
+    if program is None:
+        return set()
+    return {program.path.name, *nvrtc.INCLUDE.findall(program.path.read_text("utf-8"))}
+
+
 def configs_of(kernel: str) -> set[str]:
-    """The classes of a kernel's config and their properties, by module and name; none of kernels that are not compiled
-    here.
-    """
-    module = getattr(hopper_code, kernel.partition(".")[2], None)
-    classes = {} if module is None else {f"{c.__module__}:{c.__qualname__}": c for c in module.Config.__mro__}
+    """The classes of a kernel's config and their properties, by module and name."""
+    own = getattr(module_of(kernel), "Config", object)
+    classes = {f"{c.__module__}:{c.__qualname__}": c for c in own.__mro__}
     properties = {
         f"{name}.{key}"
         for name, each in classes.items()
@@ -138,9 +163,10 @@ def configs_of(kernel: str) -> set[str]:
 def are_equal(old: Compiled, new: Compiled) -> bool:
     """Whether two states compile one function to the same code, from configs without a value that differs.
 
-    What reads a value that only one of them has is compiled, or is text that must not differ.
+    What reads a value that only one of them has is compiled, or is text that must not differ. Texts describe a config,
+    and what `defines` has is compiled.
     """
-    both = old.values.keys() & new.values.keys()
+    both = old.values.keys() & new.values.keys() - {"texts", "defines"}
     return (old.entry, old.code) == (new.entry, new.code) and all(
         old.values[each] == new.values[each] for each in both
     )
@@ -187,7 +213,7 @@ def reached(tree: Any, name: str) -> set[str]:
 
 
 class Compiled(NamedTuple):
-    """The function of a kernel, a hash of its PTX, and the values of its config."""
+    """The function of a kernel, a hash of its code, and the values of its config."""
 
     entry: str
     code: str
@@ -207,9 +233,12 @@ def compiled(root: Path, jobs: Sequence[str]) -> dict[str, Compiled]:
     return {job: Compiled(each[0], code_hash(each[1]), each[2]) for job, each in pairs if each is not None}
 
 
-def code_hash(ptx: str) -> str:
-    """A hash of the instructions: without comments, debug sections, and the lines that they come of."""
-    lines = (line.split("//")[0].rstrip() for line in ptx.split(".section")[0].splitlines())
+def code_hash(text: str) -> str:
+    """A hash of PTX or of disassembled code: of PTX without comments, debug sections, and the lines of its source."""
+    is_ptx = ".entry" in text
+    lines = (
+        line.split("//")[0].rstrip() for line in (text.split(".section")[0] if is_ptx else text).splitlines()
+    )
     kept = [line for line in lines if line and not re.match(r"\s*\.(loc|file)\b|\s*\$L__tmp\d+:", line)]
     return hashlib.sha256("\n".join(kept).encode()).hexdigest()
 

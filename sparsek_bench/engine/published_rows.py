@@ -21,16 +21,17 @@ def stale_rows(
     """Those for which some kernel has no record of today's source, this card and these versions."""
     here = records.environment(device)
     measured: dict[Case, dict[str, bool]] = defaultdict(dict)
-    for record in records.newest(each for each in found if each["env"]["gpu"] == here["gpu"]):
+    ours = records.newest(each for each in found if each["env"]["gpu"] == here["gpu"])
+    for record in sorted(ours, key=records.when):
         same = all(record["env"][name] == here[name] for name in SAME)
         measured[records.case_of(record)][record["kernel"]] = same and records.is_fresh(record)
     return [row for row in rows if not _is_fresh(row.kernels, measured[row.case])]
 
 
 def _is_fresh(wanted: Sequence[str], kernels: dict[str, bool]) -> bool:
-    """Whether every wanted kernel is fresh; "auto" is whichever is not named beside it."""
+    """Whether every wanted kernel is fresh; "auto" is whichever is not named beside it, the last one of several."""
     named = [name for name in wanted if name != "auto"]
-    auto = any(fresh for name, fresh in kernels.items() if name not in named)
+    auto = [fresh for name, fresh in kernels.items() if name not in named][-1:] == [True]
     return all(auto if name == "auto" else kernels.get(name, False) for name in wanted)
 
 

@@ -193,12 +193,13 @@ def newest(records: Iterable[Record]) -> list[Record]:
     best: dict[tuple[Any, ...], Record] = {}
     for record in records:
         key = (case_of(record), record["kernel"], record["env"]["gpu"])
-        if key not in best or _when(record) >= _when(best[key]):
+        if key not in best or when(record) >= when(best[key]):
             best[key] = record
     return list(best.values())
 
 
-def _when(record: Record) -> datetime.datetime:
+def when(record: Record) -> datetime.datetime:
+    """When it was measured; without a zone, in UTC."""
     moment = datetime.datetime.fromisoformat(record["date"])
     return moment if moment.tzinfo else moment.replace(tzinfo=datetime.timezone.utc)
 

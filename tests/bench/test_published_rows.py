@@ -95,6 +95,21 @@ def test_auto_is_the_kernel_that_is_not_named_beside_it(here: Make) -> None:
     assert stale_rows(mixed, [*named, *others], CPU) == []
 
 
+def test_auto_is_the_kernel_that_was_measured_last(here: Make) -> None:
+    source = records.hash_of("spmm", "reference.spmm")
+    for day, left in (
+        ("20", 0),
+        ("22", 3),
+    ):  # when another kernel, whose source has changed since, was chosen
+        fresh = [
+            here(case, kernel="reference.spmm", source_hash=source, date="2026-11-21T00:00:00+00:00")
+            for case in SMALL
+        ]
+        stale = [here(case, source_hash="0" * 16, date=f"2026-11-{day}T00:00:00+00:00") for case in SMALL]
+        for both in ([*fresh, *stale], [*stale, *fresh]):
+            assert len(stale_rows(rows(), both, CPU)) == left
+
+
 class Clock:
     """A clock that rows move."""
 

@@ -8,9 +8,12 @@ from typing import Any
 import pytest
 
 from scripts import same_code
+from sparsek.engine.launch import nvrtc
 from sparsek_bench.engine import records, sources
 from sparsek_bench.suites.attention_grad import AttentionGradCase
+from sparsek_bench.suites.spmm import SpmmCase
 
+needs_nvrtc = pytest.mark.skipif(nvrtc.library() is None, reason="NVRTC is not here (nvidia-cuda-nvrtc)")
 CASE = AttentionGradCase.square("causal", 8)
 PTX = """//
 .visible .entry kernel()
@@ -54,7 +57,8 @@ def test_a_record_whose_config_has_the_same_code_gets_todays_hash(
 
 
 def test_no_value_of_a_config_may_differ() -> None:
-    first = same_code.Compiled("kernel", "code", {"rows": "128", "itemsize": "2"})
+    first = same_code.Compiled("kernel", "code", {"rows": "128", "itemsize": "2", "texts": "a tile"})
+    assert same_code.are_equal(first, first._replace(values=first.values | {"texts": "the tile"}))
     assert same_code.are_equal(first, first._replace(values={"rows": "128"}))
     assert not same_code.are_equal(first, first._replace(values={"rows": "64"}))
     assert not same_code.are_equal(first, first._replace(code="other"))
@@ -97,3 +101,40 @@ def test_a_change_outside_of_the_compiled_kernel_is_not_looked_over(
     assert same_code.may_keep(record, tmp_path) == kept
     entry = "sparsek.attn.kernels.backward.hopper_bwd:attention_bwd_kernel"
     assert same_code.is_alone(json.dumps(["hopper.attention_bwd", {}, "bf16"]), entry, tmp_path) == kept
+
+
+@needs_nvrtc
+@pytest.mark.parametrize(
+    ("changes", "kept", "same"),
+    [
+        (
+            {"cu": ("<AHEAD - 1>", "<(AHEAD) - 1>"), "py": ('"STAGES": self', '"MORE": 3, "STAGES": self')},
+            True,
+            True,
+        ),
+        ({"cu": ("<AHEAD - 1>", "<AHEAD - 2>")}, True, False),
+        ({"py": ("count=work.masks.shape[1]", "count=work.masks.shape[1] - 1")}, False, True),
+    ],
+    ids=["spelling", "instructions", "launch"],
+)
+def test_a_cuda_program_has_the_machine_code_of_both_states(
+    make_record: Any, tmp_path: Path, changes: dict[str, tuple[str, str]], kept: bool, same: bool
+) -> None:
+    shutil.copytree(sources.ROOT, tmp_path / "sparsek", ignore=shutil.ignore_patterns("__pycache__", "*.zip"))
+    (tmp_path / "tests").symlink_to(same_code.ROOT / "tests")
+    for ending, (old, new) in changes.items():
+        path = tmp_path / f"sparsek/products/kernels/spmm/hopper_mma.{ending}"
+        text = path.read_text(encoding="utf-8")
+        assert text.count(old) == 1
+        path.write_text(text.replace(old, new), encoding="utf-8")
+    then = sources.source_hash("hopper.spmm_mma", tmp_path / "sparsek")
+    case, config = SpmmCase(256, 256, 256, (16, 16), 0.5), {"stages": 5, "b_row": False}
+    record = make_record(case, kernel="hopper.spmm_mma", config=config, source_hash=then)
+    assert same_code.may_keep(record, tmp_path) == kept
+    if not kept:
+        return
+    (job,) = (json.dumps(each) for each in same_code.jobs_of(record))
+    before, now = (same_code.compiled(root, [job])[job] for root in (tmp_path, same_code.ROOT))
+    assert before.entry == now.entry == "sparsek.products.kernels.spmm.hopper_mma:mma_kernel"
+    assert same_code.are_equal(before, now) == same
+    assert same_code.is_alone(job, now.entry, tmp_path)
