@@ -55,14 +55,14 @@ for line in sys.stdin:
         given = {key: tuple(value) if isinstance(value, list) else value for key, value in fields.items()}
         made = module.Config(**given)
         if program := getattr(module, "PROGRAM", None):
-            options = [*OPTIONS, *made.defines]
-            code, function = hopper_24_code.disassembled(program.source, program.path.name, options)[0], program.entry
+            code, _ = hopper_24_code.disassembled(program.source, program.path.name, [*OPTIONS, *made.defines])
+            function = f"{module.__name__}:{program.entry}"
         else:
             code = hopper_code.compiled(made, dtype, False)
-            function = entry[-1].__qualname__
+            function = f"{entry[-1].__module__}:{entry[-1].__qualname__}"
         values = {key: getattr(made, key) for key in dir(made) if not key.startswith("_")}
         values = {key: repr(value) for key, value in values.items() if not callable(value)}
-        found = [f"{entry[-1].__module__ if entry else module.__name__}:{function}", code, values]
+        found = [function, code, values]
     except Exception as error:
         print(f"{name} is not compiled here: {error!r}", file=sys.stderr)
         found = None
@@ -132,11 +132,12 @@ def may_keep(record: dict[str, Any], before: Path) -> bool:
 
 
 def module_of(kernel: str) -> Any:
-    """The module that has a kernel's Config, and its PROGRAM if it is CUDA C++."""
-    return (
-        getattr(hopper_code, kernel.partition(".")[2], None)
-        or sys.modules[type(table.load(kernel)).__module__]
-    )
+    """The module that has a kernel's Config, and its PROGRAM if it is CUDA C++; None if it is not compiled here."""
+    found = getattr(hopper_code, kernel.partition(".")[2], None)
+    if found is None:
+        found = sys.modules[type(table.load(kernel)).__module__]
+        return found if hasattr(found, "PROGRAM") else None
+    return found
 
 
 def included(kernel: str) -> set[str]:
@@ -148,9 +149,11 @@ def included(kernel: str) -> set[str]:
 
 
 def configs_of(kernel: str) -> set[str]:
-    """The classes of a kernel's config and their properties, by module and name."""
-    own = getattr(module_of(kernel), "Config", object)
-    classes = {f"{c.__module__}:{c.__qualname__}": c for c in own.__mro__}
+    """The classes of a kernel's config and their properties, by module and name; none of kernels that are not compiled
+    here.
+    """
+    module = module_of(kernel)
+    classes = {} if module is None else {f"{c.__module__}:{c.__qualname__}": c for c in module.Config.__mro__}
     properties = {
         f"{name}.{key}"
         for name, each in classes.items()

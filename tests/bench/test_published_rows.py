@@ -96,11 +96,9 @@ def test_auto_is_the_kernel_that_is_not_named_beside_it(here: Make) -> None:
 
 
 def test_auto_is_the_kernel_that_was_measured_last(here: Make) -> None:
+    """Before or after a fresh one, another kernel was chosen, whose source has changed since."""
     source = records.hash_of("spmm", "reference.spmm")
-    for day, left in (
-        ("20", 0),
-        ("22", 3),
-    ):  # when another kernel, whose source has changed since, was chosen
+    for day, left in (("20", 0), ("22", 3)):
         fresh = [
             here(case, kernel="reference.spmm", source_hash=source, date="2026-11-21T00:00:00+00:00")
             for case in SMALL

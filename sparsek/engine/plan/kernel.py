@@ -40,7 +40,7 @@ def unless_aligned(p: Any, strides: str) -> list[str]:
 
 
 def unless_whole(name: str, size: int, dtype: str) -> list[str]:
-    """TMA writes units of 16 bytes: what of a row of `size` numbers is no whole unit would overwrite its neighbour."""
+    """16 bytes are written at once: what of a row of `size` numbers is no whole unit would overwrite its neighbour."""
     unit = 16 // dtypes.itemsize(dtype)
     if size % unit == 0:
         return []
